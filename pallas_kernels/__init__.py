@@ -1,0 +1,1 @@
+"""Kernels, their XLA forms and the references that define them."""

@@ -1,0 +1,139 @@
+"""Checks of the public operator's arguments, all before any tracing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kda import operands, products, tile
+
+HEAD_DIMS = (32, 256)
+FLOATS = (jnp.bfloat16, jnp.float32)
+
+
+def check_choice(name: str, value: Any, accepted: tuple) -> None:
+  """Raises ValueError unless the value is one of the accepted ones."""
+  if value not in accepted:
+    raise ValueError(f'{name}={value!r} is not one of {accepted}.')
+
+
+def check_settings(
+  lower_bound: float | None,
+  precision: str,
+  beta_sigmoid: bool,
+  allow_neg_eigval: bool,
+) -> None:
+  """Raises ValueError for settings outside their range."""
+  check_choice('precision', precision, products.PRECISIONS)
+  if lower_bound is not None:
+    if not -5.0 <= lower_bound < 0.0:
+      raise ValueError(
+        f'lower_bound={lower_bound} is not accepted; it must be in [-5, 0), '
+        'or None for the softplus gate.'
+      )
+    tile.TileConfig().check_exponent_budget(lower_bound)
+  if allow_neg_eigval and not beta_sigmoid:
+    raise ValueError(
+      'allow_neg_eigval=True doubles the sigmoid of beta and needs '
+      'beta_sigmoid=True; with beta_sigmoid=False give beta up to 2 instead.'
+    )
+
+
+def check_gate(A_log, dt_bias, gate_in_kernel: bool) -> None:
+  """Raises ValueError for gate parameters that would not be used."""
+  for name, value in (('A_log', A_log), ('dt_bias', dt_bias)):
+    if value is not None and not gate_in_kernel:
+      raise ValueError(
+        f'{name} of shape {value.shape} has no effect with '
+        'gate_in_kernel=False; accepted is None.'
+      )
+
+
+def _check_array(name: str, value: Any, shape: tuple, dtypes: tuple) -> None:
+  if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
+    raise ValueError(f'{name} must be an array, not {type(value).__name__}.')
+  if tuple(value.shape) != shape:
+    raise ValueError(f'{name} has shape {value.shape}; accepted is {shape}.')
+  if value.dtype not in dtypes:
+    names = ', '.join(jnp.dtype(d).name for d in dtypes)
+    raise ValueError(f'{name} has dtype {value.dtype}; accepted: {names}.')
+
+
+def check_arrays(
+  arrays: operands.Operands,
+  segment_ids: jax.Array | None,
+  cu_seqlens: jax.Array | None,
+  state_layout: str,
+) -> None:
+  """Raises ValueError for an array whose shape or dtype does not fit."""
+  q, v = arrays.q_BTHK, arrays.v_BTHV
+  for name, value in (('q', q), ('v', v)):
+    if getattr(value, 'ndim', None) != 4:
+      shape = getattr(value, 'shape', None)
+      raise ValueError(
+        f'{name} has shape {shape}; accepted is [batch, tokens, heads, dim].'
+      )
+  batch, tokens, heads, num_keys = q.shape
+  value_heads, num_values = v.shape[2:]
+  if batch < 1 or tokens < 1:
+    raise ValueError(f'q has shape {q.shape}; it needs a batch and tokens.')
+  if heads < 1 or value_heads < 1 or value_heads % heads:
+    raise ValueError(
+      f'v has shape {v.shape} with {value_heads} heads; accepted is a multiple '
+      f'of the {heads} heads of q.'
+    )
+  low, high = HEAD_DIMS
+  for name, value in (('q', q), ('v', v)):
+    if not low <= value.shape[-1] <= high:
+      raise ValueError(
+        f'{name} has shape {value.shape}; accepted head dims are {low} to '
+        f'{high}.'
+      )
+  f32 = (jnp.float32,)
+  per_token = (batch, tokens, value_heads)
+  _check_array('q', q, q.shape, FLOATS)
+  _check_array('k', arrays.k_BTHK, q.shape, (q.dtype,))
+  _check_array('v', v, (*per_token, num_values), (q.dtype,))
+  _check_array('g', arrays.g_BTHK, (*per_token, num_keys), FLOATS)
+  _check_array('beta', arrays.beta_BTH, per_token, FLOATS)
+  if arrays.A_log_H is not None:
+    _check_array('A_log', arrays.A_log_H, (value_heads,), f32)
+  if arrays.dt_bias_HK is not None:
+    _check_array('dt_bias', arrays.dt_bias_HK, (value_heads, num_keys), f32)
+  states = batch
+  if segment_ids is not None:
+    if cu_seqlens is not None:
+      raise ValueError(
+        f'segment_ids of shape {segment_ids.shape} and cu_seqlens of shape '
+        f'{cu_seqlens.shape} exclude each other; give one of them.'
+      )
+    _check_array('segment_ids', segment_ids, (batch, tokens), (jnp.int32,))
+  if cu_seqlens is not None:
+    _check_bounds(cu_seqlens, batch, tokens)
+    states = cu_seqlens.shape[0] - 1
+  if arrays.h0_BHKV is not None:
+    dims = (num_keys, num_values)
+    dims = dims if state_layout == 'kv' else dims[::-1]
+    _check_array('h0', arrays.h0_BHKV, (states, value_heads, *dims), f32)
+
+
+def _check_bounds(cu_seqlens: jax.Array, batch: int, tokens: int) -> None:
+  if batch != 1:
+    raise ValueError(
+      f'cu_seqlens of shape {cu_seqlens.shape} needs a batch of 1; the batch '
+      f'is {batch}.'
+    )
+  if getattr(cu_seqlens, 'ndim', None) != 1 or cu_seqlens.shape[0] < 2:
+    raise ValueError(
+      f'cu_seqlens has shape {cu_seqlens.shape}; accepted is [sequences + 1].'
+    )
+  _check_array('cu_seqlens', cu_seqlens, cu_seqlens.shape, (jnp.int32,))
+  if isinstance(cu_seqlens, jax.core.Tracer):
+    return
+  bounds = np.asarray(cu_seqlens)
+  if bounds[0] < 0 or bounds[-1] > tokens or np.any(np.diff(bounds) < 0):
+    raise ValueError(
+      f'cu_seqlens={bounds.tolist()} must rise from at least 0 to at most the '
+      f'{tokens} tokens.'
+    )

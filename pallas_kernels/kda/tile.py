@@ -1,0 +1,59 @@
+"""Tile sizes of the chunked form and the exponent range they must respect.
+
+A tile's scores are one matrix product of rows scaled by exp(G_i - G_0) and
+columns scaled by exp(G_0 - G_j), G_0 being the tile's first row. With a log
+decay of at least -5 and 16 rows the exponents span at most 16 * 5 = 80 nats,
+inside the 88 that float32 and bfloat16 hold. Kimi K3 report (arXiv 2607.24653)
+section 2.1.1.
+"""
+
+import dataclasses
+
+# ln of the largest float32 is 88.72.
+EXPONENT_LIMIT = 88.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+  """Sizes of the unified tile.
+
+  Attributes:
+    chunk: tokens between two states, a power-of-two multiple of tile.
+    tile: tokens that share one anchor row.
+    max_block: bound on batch * heads * chunks whose state-independent part is
+      computed at once; limits temporary memory.
+  """
+
+  chunk: int = 64
+  tile: int = 16
+  max_block: int = 32
+
+  def __post_init__(self):
+    tiles = self.chunk // self.tile
+    if self.chunk != tiles * self.tile or tiles & (tiles - 1) or tiles < 1:
+      raise ValueError(
+        f'chunk={self.chunk} must be tile={self.tile} times a power of two.'
+      )
+
+  def check_exponent_budget(self, lower_bound: float) -> None:
+    """Raises ValueError if a tile's decay could leave the float32 range."""
+    span = self.tile * -lower_bound
+    if not 0 < span < EXPONENT_LIMIT:
+      raise ValueError(
+        f'lower_bound={lower_bound} with tile={self.tile} spans {span} nats; '
+        f'accepted are spans above 0 and below {EXPONENT_LIMIT}.'
+      )
+
+  def split_tokens(self, tokens: int, batch_heads: int) -> tuple[int, int]:
+    """Splits a row into blocks of chunks of almost no padding.
+
+    Args:
+      tokens: length of the row.
+      batch_heads: rows times heads, which a block holds for each chunk.
+
+    Returns:
+      Number of blocks and chunks a block.
+    """
+    chunks = -(-tokens // self.chunk)
+    blocks = -(-chunks // max(1, self.max_block // batch_heads))
+    return blocks, -(-chunks // blocks)
