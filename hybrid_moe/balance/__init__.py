@@ -1,0 +1,1 @@
+"""Keeping experts equally loaded, and checking that they are."""

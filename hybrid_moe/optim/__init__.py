@@ -1,0 +1,1 @@
+"""Optimisers by parameter role, their schedule, and QK-clip."""
