@@ -51,7 +51,7 @@ class PackedRow:
 
 
 def pack_documents(
-  lengths_N: np.ndarray,
+  lengths: np.ndarray,
   seq_len: int,
   *,
   window: int = WINDOW_DOCUMENTS,
@@ -59,7 +59,7 @@ def pack_documents(
   """Yields rows of pieces that hold every pair of every document once.
 
   Args:
-    lengths_N: tokens of each document, integers; documents of fewer than two
+    lengths: tokens of each document, integers; documents of fewer than two
       tokens have no pair and are passed over.
     seq_len: pairs of a row.
     window: documents that are packed together. Rows of one window are closed
@@ -68,30 +68,30 @@ def pack_documents(
   Yields:
     The pieces of a row, in the order in which they stand in it.
   """
-  for first in range(0, len(lengths_N), window):
-    pairs_N = np.asarray(lengths_N[first : first + window], np.int64) - 1
-    whole_N = np.maximum(pairs_N, 0) // seq_len
-    for document in np.flatnonzero(whole_N):
-      for part in range(whole_N[document]):
+  for first in range(0, len(lengths), window):
+    pairs = np.asarray(lengths[first : first + window], np.int64) - 1
+    whole = np.maximum(pairs, 0) // seq_len
+    for document in np.flatnonzero(whole):
+      for part in range(whole[document]):
         yield [Piece(first + int(document), part * seq_len, seq_len)]
-    rest_N = np.maximum(pairs_N, 0) - whole_N * seq_len
-    short = np.flatnonzero(rest_N)
-    for members in best_fit_decreasing(rest_N[short], seq_len):
+    rest = np.maximum(pairs, 0) - whole * seq_len
+    short = np.flatnonzero(rest)
+    for members in best_fit_decreasing(rest[short], seq_len):
       yield [
         Piece(
           first + int(document),
-          int(whole_N[document]) * seq_len,
-          int(rest_N[document]),
+          int(whole[document]) * seq_len,
+          int(rest[document]),
         )
         for document in short[members]
       ]
 
 
-def best_fit_decreasing(sizes_N: np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
   """Places items into bins, largest first, each into the fullest that fits.
 
   Args:
-    sizes_N: sizes in [1, capacity], integers.
+    sizes: sizes in [1, capacity], integers.
     capacity: size of a bin.
 
   Returns:
@@ -100,8 +100,8 @@ def best_fit_decreasing(sizes_N: np.ndarray, capacity: int) -> list[list[int]]:
   bins: list[list[int]] = []
   by_room: dict[int, list[int]] = {}  # room left -> bins that have it
   rooms: list[int] = []  # its keys, sorted
-  order = np.argsort(-np.asarray(sizes_N), kind='stable')
-  for item, size in zip(order.tolist(), np.asarray(sizes_N)[order].tolist()):
+  order = np.argsort(-np.asarray(sizes), kind='stable')
+  for item, size in zip(order.tolist(), np.asarray(sizes)[order].tolist()):
     at = bisect.bisect_left(rooms, size)
     if at == len(rooms):
       chosen, room = len(bins), capacity
@@ -123,13 +123,13 @@ def best_fit_decreasing(sizes_N: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def unpack_row(
-  pairs_P: np.ndarray, tokens_M: np.ndarray, seq_len: int, pad_id: int
+  pairs: np.ndarray, tokens: np.ndarray, seq_len: int, pad_id: int
 ) -> PackedRow:
   """Lays the pieces of a row out.
 
   Args:
-    pairs_P: pairs of each piece, integers, summing to at most `seq_len`.
-    tokens_M: tokens of the pieces one after another, each one token longer
+    pairs: pairs of each piece, integers, summing to at most `seq_len`.
+    tokens: tokens of the pieces one after another, each one token longer
       than its pairs.
     seq_len: length of the row.
     pad_id: token that fills the rest.
@@ -137,17 +137,17 @@ def unpack_row(
   Returns:
     The row.
   """
-  pairs_P = np.asarray(pairs_P, np.int64)
-  ends_P = np.cumsum(pairs_P + 1)
-  is_input_M = np.ones(len(tokens_M), bool)
-  is_input_M[ends_P - 1] = False
-  is_target_M = np.ones(len(tokens_M), bool)
-  is_target_M[ends_P - pairs_P - 1] = False
-  used = int(pairs_P.sum())
+  pairs = np.asarray(pairs, np.int64)
+  ends = np.cumsum(pairs + 1)
+  is_input = np.ones(len(tokens), bool)
+  is_input[ends - 1] = False
+  is_target = np.ones(len(tokens), bool)
+  is_target[ends - pairs - 1] = False
+  used = int(pairs.sum())
   tokens_T = np.full(seq_len, pad_id, np.int32)
   targets_T = np.full(seq_len, pad_id, np.int32)
   segment_ids_T = np.zeros(seq_len, np.int32)
-  tokens_T[:used] = tokens_M[is_input_M]
-  targets_T[:used] = tokens_M[is_target_M]
-  segment_ids_T[:used] = np.repeat(np.arange(1, len(pairs_P) + 1), pairs_P)
+  tokens_T[:used] = tokens[is_input]
+  targets_T[:used] = tokens[is_target]
+  segment_ids_T[:used] = np.repeat(np.arange(1, len(pairs) + 1), pairs)
   return PackedRow(tokens_T, targets_T, segment_ids_T, segment_ids_T > 0)

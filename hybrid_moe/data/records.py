@@ -32,12 +32,12 @@ def encode_row(number: int, pieces: Sequence[np.ndarray]) -> bytes:
     number: position of the record in its file.
     pieces: tokens of each piece, all uint16 or all uint32.
   """
-  pairs_P = np.asarray([len(piece) - 1 for piece in pieces], np.uint32)
-  tokens_M = np.concatenate(pieces)
+  pairs = np.asarray([len(piece) - 1 for piece in pieces], np.uint32)
+  tokens = np.concatenate(pieces)
   header = _HEADER.pack(
-    _MAGIC, VERSION, tokens_M.dtype.itemsize, number, len(pieces)
+    _MAGIC, VERSION, tokens.dtype.itemsize, number, len(pieces)
   )
-  payload = pairs_P.tobytes() + tokens_M.tobytes()
+  payload = pairs.tobytes() + tokens.tobytes()
   checksum = _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header)))
   return header + checksum + payload
 
@@ -65,13 +65,13 @@ def decode_row(
     raise ValueError(f'checksum {checksum:08x}, but {stored:08x} was written')
   if stored_number != number:
     raise ValueError(f'it is record {stored_number}')
-  pairs_P = np.frombuffer(record, np.uint32, num_pieces, payload_at)
-  tokens_M = np.frombuffer(
+  pairs = np.frombuffer(record, np.uint32, num_pieces, payload_at)
+  tokens = np.frombuffer(
     record,
     np.uint16 if itemsize == 2 else np.uint32,
-    offset=payload_at + pairs_P.nbytes,
+    offset=payload_at + pairs.nbytes,
   )
-  return unpack_row(pairs_P, tokens_M, seq_len, pad_id)
+  return unpack_row(pairs, tokens, seq_len, pad_id)
 
 
 def write_rows(path: str, rows: Iterable[Sequence[np.ndarray]]) -> int:

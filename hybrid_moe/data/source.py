@@ -218,7 +218,9 @@ class TfdsSource:
         f'{ids.dtype} of shape {ids.shape}; accepted is text, or integers '
         'of one dimension'
       )
-    if ids.size and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
+    if (
+      ids.size and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size
+    ):
       raise ConfigError(
         f'{self._at}.text_field={self._field!r}: example {index} holds ids '
         f'{ids.min()} to {ids.max()}; accepted are ids in [0, '

@@ -65,8 +65,7 @@ def _recall(rng, length):
   line = letters + 6  # key, space, four digits, newline
   num_pairs = (length - 2) // (2 * line)
   keys = [
-    _word(n, letters)
-    for n in rng.choice(26**letters, num_pairs, replace=False)
+    _word(n, letters) for n in rng.choice(26**letters, num_pairs, replace=False)
   ]
   lines = [
     f'{key} {value:04d}\n'

@@ -25,18 +25,18 @@ class TokenStore:
   """Tokenised documents.
 
   Attributes:
-    tokens_M: ids of all documents one after another, uint16 or uint32.
-    offsets_N: where each document begins, int64, with the end of the last
+    tokens: ids of all documents one after another, uint16 or uint32.
+    offsets: where each document begins, int64, with the end of the last
       one behind them.
   """
 
-  tokens_M: np.ndarray
-  offsets_N: np.ndarray
+  tokens: np.ndarray
+  offsets: np.ndarray
 
   @property
-  def lengths_N(self) -> np.ndarray:
+  def lengths(self) -> np.ndarray:
     """Tokens of each document, int64."""
-    return np.diff(self.offsets_N)
+    return np.diff(self.offsets)
 
 
 def store_path(source: Source, tokenizer: Tokenizer, data_dir: str) -> str:
@@ -67,14 +67,14 @@ def prepare_tokens(
         checksum = zlib.crc32(content, checksum)
         file.write(content)
         offsets.append(offsets[-1] + len(tokens))
-    offsets_N = np.asarray(offsets, np.int64)
-    np.save(os.path.join(partial, 'offsets.npy'), offsets_N)
+    offsets = np.asarray(offsets, np.int64)
+    np.save(os.path.join(partial, 'offsets.npy'), offsets)
     return {
       'documents': len(source),
-      'tokens': int(offsets_N[-1]),
+      'tokens': int(offsets[-1]),
       'dtype': np.dtype(dtype).name,
       'crc32': checksum,
-      'offsets_crc32': zlib.crc32(offsets_N.tobytes()),
+      'offsets_crc32': zlib.crc32(offsets.tobytes()),
     }
 
   path = store_path(source, tokenizer, data_dir)
@@ -83,10 +83,10 @@ def prepare_tokens(
 
 def _open(path: str, meta: dict[str, Any]) -> TokenStore:
   try:
-    offsets_N = np.load(os.path.join(path, 'offsets.npy'))
-    tokens_M = np.zeros(0, meta['dtype'])
+    offsets = np.load(os.path.join(path, 'offsets.npy'))
+    tokens = np.zeros(0, meta['dtype'])
     if meta['tokens']:
-      tokens_M = np.memmap(
+      tokens = np.memmap(
         os.path.join(path, 'tokens.bin'),
         meta['dtype'],
         mode='r',
@@ -98,14 +98,14 @@ def _open(path: str, meta: dict[str, Any]) -> TokenStore:
       'built again'
     ) from error
   checksum = 0
-  for first in range(0, len(tokens_M), _CHUNK_TOKENS):
-    checksum = zlib.crc32(tokens_M[first : first + _CHUNK_TOKENS], checksum)
+  for first in range(0, len(tokens), _CHUNK_TOKENS):
+    checksum = zlib.crc32(tokens[first : first + _CHUNK_TOKENS], checksum)
   if (
     checksum != meta['crc32']
-    or zlib.crc32(offsets_N.tobytes()) != meta['offsets_crc32']
+    or zlib.crc32(offsets.tobytes()) != meta['offsets_crc32']
   ):
     raise cache.DamagedCacheError(
       f'{path}: the tokens do not match their checksum; delete the directory '
       'to have it built again'
     )
-  return TokenStore(tokens_M, offsets_N)
+  return TokenStore(tokens, offsets)

@@ -1,7 +1,9 @@
 """Text to token ids: bytes by default, or a trained vocabulary from a file."""
 
 import hashlib
+import importlib
 import os
+import types
 from typing import Protocol
 
 import numpy as np
@@ -71,9 +73,8 @@ class BpeTokenizer:
   """A `tokenizer.json` of the `tokenizers` library."""
 
   def __init__(self, path: str):
-    import tokenizers
-
     content = _read(path)
+    tokenizers = _import('tokenizers', path)
     try:
       self._model = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     except Exception as error:  # the library raises bare Exception
@@ -111,16 +112,14 @@ class SentencePieceTokenizer:
   """A SentencePiece `.model`."""
 
   def __init__(self, path: str):
-    import sentencepiece
-
     content = _read(path)
+    sentencepiece = _import('sentencepiece', path)
     self._model = sentencepiece.SentencePieceProcessor()
     try:
       self._model.LoadFromSerializedProto(content)
     except (RuntimeError, ValueError) as error:
       raise ConfigError(
-        f'data.tokenizer={path!r}: accepted is a SentencePiece model '
-        f'({error})'
+        f'data.tokenizer={path!r}: accepted is a SentencePiece model ({error})'
       ) from error
     self.vocab_size = self._model.GetPieceSize()
     self.eos_id = self._model.eos_id()
@@ -171,6 +170,16 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
       f"tokenizer's vocab_size={tokenizer.vocab_size} "
       f'({tokenizer.identity.split(":")[0]})'
     )
+
+
+def _import(library: str, path: str) -> types.ModuleType:
+  try:
+    return importlib.import_module(library)
+  except ModuleNotFoundError as error:
+    raise ConfigError(
+      f"data.tokenizer={path!r}: reading it takes the package '{library}', "
+      'which is not installed'
+    ) from error
 
 
 def _read(path: str) -> bytes:
