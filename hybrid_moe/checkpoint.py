@@ -9,6 +9,7 @@ is used) from one of another model (an error).
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -311,8 +312,8 @@ def _load_arrays(
     if x.size:
       stored[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     else:
-      make = jax.jit(jnp.zeros, (0, 1), out_shardings=x.sharding)
-      arrays[name] = make(x.shape, x.dtype)
+      make = functools.partial(jnp.zeros, x.shape, x.dtype)
+      arrays[name] = jax.jit(make, out_shardings=x.sharding)()
   with _local_reading():
     return arrays | ocp.load_checkpointables(path, {'state': stored})['state']
 
@@ -320,16 +321,12 @@ def _load_arrays(
 def _local_reading() -> ocp.Context:
   """Reading by each process alone, so that one's failure holds up no other."""
   index = jax.process_index()
-  return ocp.Context(
-    multiprocessing_options=ocp.options.MultiprocessingOptions(
-      primary_host=index,
-      active_processes={index},
-      barrier_sync_key_prefix=f'read_{index}',
-    ),
-    pytree_options=ocp.options.PyTreeOptions(
-      loading=ocp.options.PyTreeOptions.Loading(partial_load=True)
-    ),
-  )
+  context = ocp.Context()
+  context.multiprocessing.primary_host = index
+  context.multiprocessing.active_processes = {index}
+  context.multiprocessing.barrier_sync_key_prefix = f'read_{index}'
+  context.pytree.loading.partial_load = True
+  return context
 
 
 def _first_unreadable(path: pathlib.Path, expected: Mapping[str, Any]) -> str:
