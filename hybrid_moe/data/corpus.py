@@ -130,6 +130,7 @@ def prepare_corpus(
   Raises:
     ConfigError: fewer than two documents can be made.
     RuntimeError: the files changed while they were read.
+    DamagedCacheError: the dataset was prepared earlier and is gone.
   """
 
   def build(partial: str) -> dict[str, Any]:
@@ -153,7 +154,13 @@ def prepare_corpus(
   key = corpus_key(listing, join, validation_fraction)
   path = os.path.join(directory, f'corpus-{key}')
   meta = cache.build_directory(path, build)
-  return os.path.join(path, meta['dataset'])
+  dataset = os.path.join(path, meta['dataset'])
+  if not os.path.isdir(dataset):
+    raise cache.DamagedCacheError(
+      f'{path}: the dataset {meta["dataset"]} is missing; delete the directory '
+      'to have it built again'
+    )
+  return dataset
 
 
 def corpus_key(listing: Listing, join: str, validation_fraction: float) -> str:

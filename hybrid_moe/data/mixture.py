@@ -1,5 +1,6 @@
 """Which source, and which of its rows, stands where in a stage."""
 
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from hybrid_moe.data import cache
 
 # Rows over which a mixture keeps its weights exactly.
 _PERIOD = 10_000
+# Below this many rows an epoch's order is kept in memory.
+_FEW_ROWS = 1 << 16
 
 
 def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
@@ -75,6 +78,34 @@ class SourceRows:
     return self._source_id, self._rows[index]
 
 
+class ShuffledEpochs:
+  """A few rows over and over, in a new order each time (a Grain source)."""
+
+  def __init__(self, rows: Sequence, seed: int):
+    self._rows = rows
+    # Rows are drawn in sequence, so two epochs are in use at most.
+    self._order = functools.lru_cache(2)(
+      lambda epoch: permute(len(rows), seed, epoch)
+    )
+
+  def __len__(self) -> int:
+    return sys.maxsize
+
+  def __getitem__(self, index: int) -> object:
+    epoch, place = divmod(index, len(self._rows))
+    return self._rows[int(self._order(epoch)[place])]
+
+
+def permute(count: int, seed: int, epoch: int = 0) -> np.ndarray:
+  """Returns an order of `count` things, int64 [count].
+
+  It rests on the raw stream of a bit generator, which numpy keeps from one
+  version to the next; a resumed run needs its old order.
+  """
+  stream = np.random.Philox(key=[seed, epoch])
+  return np.argsort(stream.random_raw(count), kind='stable')
+
+
 def mix_rows(
   row_sets: Sequence[Sequence], weights: Sequence[float], seeds: Sequence[int]
 ) -> grain.MapDataset:
@@ -92,12 +123,20 @@ def mix_rows(
     A dataset of (source number, row).
   """
   sources = [
-    grain.MapDataset.source(SourceRows(i, rows)).shuffle(seed=seed).repeat()
+    _shuffle(SourceRows(i, rows), seed)
     for i, (rows, seed) in enumerate(zip(row_sets, seeds))
   ]
   return grain.MapDataset.select_from_datasets(
     sources, MixtureSelection(weights)
   )
+
+
+def _shuffle(rows: SourceRows, seed: int) -> grain.MapDataset:
+  # Grain shuffles any number of rows in constant memory, but walks about
+  # 2**16 / rows steps for each row it draws: milliseconds if they are few.
+  if len(rows) < _FEW_ROWS:
+    return grain.MapDataset.source(ShuffledEpochs(rows, seed))
+  return grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
 
 
 def order_seed(seed: int, stage: str, source: str, purpose: str) -> int:

@@ -108,9 +108,7 @@ class StageData:
     share = self._share(process_index, process_count)
     counts = mixture.apportion(num_batches * self.global_batch, self.weights)
     orders = [
-      np.random.default_rng(self._order_seed(name, 'validation')).permutation(
-        len(rows)
-      )
+      mixture.permute(len(rows), self._order_seed(name, 'validation'))
       for name, rows in zip(self.source_names, self.validation)
     ]
     taken = [0] * len(orders)

@@ -6,6 +6,7 @@ checksum covers the record's number too, so a record read from another place
 is noticed.
 """
 
+import os
 import struct
 import threading
 import zlib
@@ -108,6 +109,8 @@ class RowFile:
     # The reader keeps a position, so reads must not interleave.
     self._lock = threading.Lock()
     try:
+      # The reader takes a missing file for an empty one.
+      os.stat(path)
       self._reader = array_record_module.ArrayRecordReader(
         path, 'readahead_buffer_size:0,max_parallelism:0'
       )

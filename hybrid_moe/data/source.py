@@ -120,8 +120,14 @@ class FolderSource:
         validation_fraction=self._validation_fraction,
         directory=self._data_dir,
       )
-      builder = tfds.builder_from_directory(directory)
-      self._examples = builder.as_data_source(split=self._split)
+      try:
+        builder = tfds.builder_from_directory(directory)
+        self._examples = builder.as_data_source(split=self._split)
+      except Exception as error:  # of many types, one for each lost file
+        raise cache.DamagedCacheError(
+          f'{directory}: cannot be read ({error}); delete the directory above '
+          'it to have it built again'
+        ) from error
     return self._examples
 
 

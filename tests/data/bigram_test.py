@@ -1,0 +1,101 @@
+"""The bigram baseline against counting by hand."""
+
+import collections
+import math
+import os
+
+import numpy as np
+from absl.testing import absltest
+
+from hybrid_moe.checks import ConfigError
+from hybrid_moe.config import StageConfig
+from hybrid_moe.data import bigram
+from hybrid_moe.data.pipeline import prepare_stage
+from hybrid_moe.data.tokenizer import ByteTokenizer
+from hybrid_moe.data_config import DataConfig, MixtureEntry, SourceConfig
+
+
+def _batch(tokens, targets, mask):
+  return {
+    'tokens': np.array([tokens], np.int32),
+    'targets': np.array([targets], np.int32),
+    'loss_mask': np.array([mask], bool),
+  }
+
+
+class BigramTest(absltest.TestCase):
+  def test_equals_brute_force(self):
+    train = [
+      _batch([0, 1, 0, 1, 3], [1, 0, 1, 2, 3], [1, 1, 1, 1, 0]),
+      _batch([2, 0, 3], [0, 2, 3], [1, 1, 0]),
+    ]
+    held_out = [_batch([0, 1, 3, 2], [1, 1, 0, 3], [1, 1, 1, 0])]
+    vocab_size, prior = 4, bigram.PRIOR_COUNTS
+    pairs = collections.Counter(
+      [(0, 1), (1, 0), (0, 1), (1, 2), (2, 0), (0, 2)]
+    )
+    losses = []
+    for token, target in [(0, 1), (1, 1), (3, 0)]:
+      seen = sum(n for (a, _), n in pairs.items() if a == token)
+      following = sum(n for (_, b), n in pairs.items() if b == target)
+      single = (following + 1) / (6 + vocab_size)
+      p = (pairs[token, target] + prior * single) / (seen + prior)
+      losses.append(-math.log(p))
+    model = bigram.fit_bigram(train, vocab_size)
+    self.assertAlmostEqual(
+      model.mean_loss(held_out), np.mean(losses), places=12
+    )
+
+  def test_probabilities_sum_to_one(self):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 7, 200)
+    model = bigram.fit_bigram(
+      [_batch(tokens[:-1], tokens[1:], np.ones(199))], 9
+    )
+    for token in range(9):
+      losses = model.losses(np.full(9, token), np.arange(9))
+      self.assertAlmostEqual(np.exp(-losses).sum(), 1.0, places=12)
+
+  def test_large_vocabulary_is_refused(self):
+    with self.assertRaisesRegex(ConfigError, 'vocab_size=8193.*table'):
+      bigram.fit_bigram([], 8193)
+
+  def test_baseline_of_a_stage_is_fitted_to_what_it_trains_on(self):
+    folder = self.create_tempdir().full_path
+    for i in range(20):
+      with open(os.path.join(folder, f'{i}.txt'), 'w') as file:
+        file.write('abab' * (20 + i))
+    stage = StageConfig(
+      name='s',
+      seq_len=32,
+      global_batch=2,
+      budget_share=1.0,
+      mixture=(MixtureEntry('files'),),
+    )
+    source = SourceConfig(name='files', path=folder, patterns=('*.txt',))
+    stage_data = prepare_stage(
+      DataConfig(sources=(source,)),
+      stage,
+      ByteTokenizer(),
+      self.create_tempdir().full_path,
+    )
+    held_out = stage_data.validation_batches(2)
+
+    def fit(steps):
+      return bigram.bigram_baseline(
+        stage_data,
+        vocab_size=259,
+        num_train_batches=steps,
+        validation=held_out,
+      )
+
+    batches = stage_data.train_batches(0)
+    model = bigram.fit_bigram([next(batches) for _ in range(3)], 259)
+    batches.close()
+    self.assertEqual(fit(3), model.mean_loss(held_out))
+    self.assertLess(fit(20), fit(1))
+    self.assertLess(fit(20), 0.3)
+
+
+if __name__ == '__main__':
+  absltest.main()
