@@ -3,11 +3,11 @@
 import collections
 import math
 import os
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest
 
-from hybrid_moe.checks import ConfigError
 from hybrid_moe.config import StageConfig
 from hybrid_moe.data import bigram
 from hybrid_moe.data.pipeline import prepare_stage
@@ -56,9 +56,18 @@ class BigramTest(absltest.TestCase):
       losses = model.losses(np.full(9, token), np.arange(9))
       self.assertAlmostEqual(np.exp(-losses).sum(), 1.0, places=12)
 
-  def test_large_vocabulary_is_refused(self):
-    with self.assertRaisesRegex(ConfigError, 'vocab_size=8193.*table'):
-      bigram.fit_bigram([], 8193)
+  def test_merging_on_the_way_changes_nothing(self):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 100_000, (20, 51))
+    tokens[10:] = tokens[:10]
+    batches = [_batch(row[:-1], row[1:], np.ones(50)) for row in tokens]
+    whole = bigram.fit_bigram(batches, 100_000)
+    with mock.patch.object(bigram, '_PENDING_PAIRS', 120):
+      merged = bigram.fit_bigram(batches, 100_000)
+    np.testing.assert_array_equal(whole.pairs, merged.pairs)
+    np.testing.assert_array_equal(whole.counts, merged.counts)
+    self.assertEqual(whole.counts.sum(), 1000)
+    self.assertEqual(whole.counts.min(), 2)
 
   def test_baseline_of_a_stage_is_fitted_to_what_it_trains_on(self):
     folder = self.create_tempdir().full_path

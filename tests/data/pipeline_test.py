@@ -1,15 +1,18 @@
 """A stage's batches: exact from any position, on any number of processes."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from hybrid_moe.checks import ConfigError
 from hybrid_moe.config import StageConfig
+from hybrid_moe.data import row_store
 from hybrid_moe.data.cache import DamagedCacheError
 from hybrid_moe.data.pipeline import prepare_stage
 from hybrid_moe.data.tokenizer import ByteTokenizer
@@ -373,6 +376,41 @@ class PipelineTest(parameterized.TestCase):
         barrier=calls.append,
       )
     self.assertEqual(calls, ['prepare_stage/short'])
+
+  def test_an_interrupted_preparation_leaves_nothing_to_be_trusted(self):
+    written = row_store.records.write_rows
+
+    def interrupt(path, rows):
+      written(path, itertools.islice(rows, 3))
+      raise KeyboardInterrupt
+
+    with (
+      mock.patch.object(row_store.records, 'write_rows', interrupt),
+      self.assertRaises(KeyboardInterrupt),
+    ):
+      self._prepare()
+    self.assertEmpty(self._row_files())
+    rows = self._prepare().train_rows
+    self.data_dir = self.create_tempdir().full_path
+    self.assertEqual(rows, self._prepare().train_rows)
+
+  def test_two_joins_of_one_folder_are_warned_of(self):
+    sources = (
+      SourceConfig(name='files', path=self.folder),
+      SourceConfig(name='packages', path=self.folder, join='package'),
+    )
+    stage = StageConfig(
+      name='s',
+      seq_len=_SEQ_LEN,
+      global_batch=1,
+      budget_share=1.0,
+      mixture=(MixtureEntry('files'),),
+    )
+    with self.assertLogs('absl', 'WARNING') as logs:
+      prepare_stage(
+        DataConfig(sources=sources), stage, ByteTokenizer(), self.data_dir
+      )
+    self.assertIn("'files' and 'packages'", logs.output[0])
 
   def test_two_processes_prepare_at_once(self):
     program = _PREPARE.format(
