@@ -108,8 +108,8 @@ def kda(
       outside the bounds are padding. Excludes segment_ids.
     state_layout: 'kv' or 'vk', order of the last two axes of states.
     precision: 'fast', 'default', 'high' or 'highest': which products keep
-      float32 operands when q, k and v are bfloat16. 'high' is meant for
-      allow_neg_eigval. float32 arrays are never rounded.
+      float32 operands when q, k and v are bfloat16. 'fast' loses a digit where
+      keys repeat under weak decay. float32 arrays are never rounded.
     cp_axis: mesh axis over which tokens are split; only None is implemented.
     implementation: None picks by the mesh's platform; or one of
       IMPLEMENTATIONS.

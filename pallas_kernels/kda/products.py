@@ -34,7 +34,8 @@ class ProductDtypes:
   """Operand dtypes by the role of a product.
 
   Attributes:
-    scores: scores of queries and keys against keys, and their gradients.
+    scores: scores of queries and keys against keys.
+    score_grads: gradients of the scores, and of q, k and g through them.
     state: reads and updates of the state, and their gradients.
     inverse: block merges of the triangular inverse.
     solve: the triangular inverse times a right-hand side.
@@ -42,6 +43,7 @@ class ProductDtypes:
   """
 
   scores: jnp.dtype
+  score_grads: jnp.dtype
   state: jnp.dtype
   inverse: jnp.dtype
   solve: jnp.dtype
@@ -51,23 +53,29 @@ class ProductDtypes:
 def choose_dtypes(precision: str, dtype) -> ProductDtypes:
   """Operand dtypes for a precision and the dtype of q, k and v.
 
+  Repeated keys with weak decay make V - K~ S and T R small differences of
+  large terms. Rounding there costs whole digits of the gradients of beta and v,
+  rounding of the scores does not.
+
   Args:
-    precision: 'fast' rounds every operand to bfloat16; 'default' keeps the
-      product of scores and values in float32; 'high' also the inverse and its
-      products, needed when beta may exceed 1; 'highest' everything.
+    precision: 'fast' rounds every operand to bfloat16; 'default' only those of
+      the scores and their gradients; 'high' only those of the gradients;
+      'highest' none.
     dtype: dtype of q, k and v. With float32 no operand is ever rounded.
   """
   level = PRECISIONS.index(precision)
   if dtype == jnp.float32:
     level = PRECISIONS.index('highest')
 
-  def from_level(first: int):
-    return jnp.dtype(jnp.float32 if level >= first else jnp.bfloat16)
+  def exact_from(first: str):
+    exact = level >= PRECISIONS.index(first)
+    return jnp.dtype(jnp.float32 if exact else jnp.bfloat16)
 
   return ProductDtypes(
-    scores=from_level(3),
-    state=from_level(3),
-    inverse=from_level(2),
-    solve=from_level(2),
-    output=from_level(1),
+    scores=exact_from('high'),
+    score_grads=exact_from('highest'),
+    state=exact_from('default'),
+    inverse=exact_from('default'),
+    solve=exact_from('default'),
+    output=exact_from('default'),
   )

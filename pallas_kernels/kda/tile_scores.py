@@ -80,7 +80,7 @@ class TileFactors(NamedTuple):
 
   Attributes:
     grow: exp(inner), rebalanced; scales rows.
-    shrink: exp(-inner), rebalanced; scales columns.
+    shrink: 1 / grow; scales columns.
     q_rows: q * grow.
     k_rows: k * grow.
     k_columns: k * shrink.
@@ -122,7 +122,7 @@ def tile_operands(
   chunk = q.shape[-2]
   decay = accumulate_decay(g, tile)
   grow = jnp.exp(decay.inner) * REBALANCE
-  shrink = jnp.exp(-decay.inner) * (1 / REBALANCE)
+  shrink = 1.0 / grow
   q_rows = split_tiles(q, tile) * grow
   k_rows = split_tiles(k, tile) * grow
   k_columns = split_tiles(k, tile) * shrink
@@ -194,7 +194,7 @@ def tile_operands_bwd(
       is not read, grads.decay is the gradient of decay times decay.
     diagonal: float32 [..., C], the diagonal of the gradient of qk.
     pair: bool [..., C, C], tokens of one document, or None.
-    dtype: operand dtype of the score products.
+    dtype: operand dtype of the products.
 
   Returns:
     Gradients of q, k and g, float32 [..., C, K].
@@ -211,7 +211,7 @@ def tile_operands_bwd(
   d_prefix = None
   for i in reversed(range(chunk // tile)):
     rows, end = slice(i * tile, (i + 1) * tile), (i + 1) * tile
-    left, prefix = factors.left[i], factors.prefix[i]
+    left, prefix = factors.left[i].astype(dtype), factors.prefix[i].astype(dtype)
     strip = jnp.concatenate([d_qk[..., rows, :end], d_kk[..., rows, :end]], -2)
     d_left = products.dot('...ij,...jk->...ik', strip, prefix, dtype)
     d_own = products.dot('...ij,...ik->...jk', strip, left, dtype)

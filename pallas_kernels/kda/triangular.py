@@ -21,19 +21,20 @@ def invert_blocks(lower: jax.Array) -> jax.Array:
     float32 [..., t, t].
   """
   size = lower.shape[-1]
-  # Blocks go last, so that a step works on long contiguous runs.
-  rows = jnp.moveaxis(lower.reshape(-1, size, size), 0, -1)
-  eye = jnp.broadcast_to(jnp.eye(size)[..., None], rows.shape)
-  solved = varying.vary_over(jnp.zeros_like(rows), varying.varying_axes(rows))
+  # Blocks go last, so that every step works on long contiguous runs.
+  columns = jnp.transpose(lower.reshape(-1, size, size), (2, 1, 0))
+  eye = jnp.broadcast_to(jnp.eye(size)[..., None], columns.shape)
 
-  def step(i, solved):
-    weights = jax.lax.dynamic_index_in_dim(rows, i, keepdims=False)
-    unit = jax.lax.dynamic_index_in_dim(eye, i, keepdims=False)
-    row = unit - jnp.sum(weights[:, None] * solved, axis=0)
-    return jax.lax.dynamic_update_index_in_dim(solved, row, i, axis=0)
+  def step(j, rows):
+    # Row j is final here; the rows below take it away. Column j of L is zero
+    # down to its diagonal, so that the rows above stay as they are.
+    column = jax.lax.dynamic_index_in_dim(columns, j, keepdims=False)
+    row = jax.lax.dynamic_index_in_dim(rows, j, keepdims=True)
+    return rows - column[:, None] * row
 
-  solved = jax.lax.fori_loop(0, size, step, solved)
-  return jnp.moveaxis(solved, -1, 0).reshape(lower.shape)
+  rows = varying.vary_over(eye, varying.varying_axes(columns))
+  rows = jax.lax.fori_loop(0, size - 1, step, rows)
+  return jnp.moveaxis(rows, -1, 0).reshape(lower.shape)
 
 
 def merge_blocks(
