@@ -315,7 +315,13 @@ def _load_arrays(
       make = functools.partial(jnp.zeros, x.shape, x.dtype)
       arrays[name] = jax.jit(make, out_shardings=x.sharding)()
   with _local_reading():
-    return arrays | ocp.load_checkpointables(path, {'state': stored})['state']
+    loaded = ocp.load_checkpointables(path, {'state': stored})['state']
+  for name, x in stored.items():
+    # Where its own metadata is damaged Orbax may return something else.
+    array = loaded.get(name)
+    if not isinstance(array, jax.Array) or array.shape != x.shape:
+      raise ValueError(f'{name} was read as a {type(array).__name__}')
+  return arrays | loaded
 
 
 def _local_reading() -> ocp.Context:
