@@ -1,0 +1,1 @@
+"""The decoder: plain functions for the mathematics, Linen for parameters."""

@@ -1,0 +1,1 @@
+"""Computation that is local to a shard, and the exchanges between shards."""
