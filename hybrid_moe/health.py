@@ -89,9 +89,7 @@ def judge(
   is_warm = health.good_steps >= max(config.warmup_steps, 1)
   is_spike = is_warm & (loss > mean + config.spike_nats)
   is_bad = ~jnp.isfinite(loss) | ~jnp.isfinite(grad_norm) | is_spike
-  next_mean = (
-    LOSS_MEAN_DECAY * health.loss_mean + (1 - LOSS_MEAN_DECAY) * loss
-  )
+  next_mean = LOSS_MEAN_DECAY * health.loss_mean + (1 - LOSS_MEAN_DECAY) * loss
   after = HealthState(
     loss_mean=jnp.where(is_bad, health.loss_mean, next_mean),
     good_steps=health.good_steps + ~is_bad,

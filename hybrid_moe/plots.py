@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hybrid_moe import metrics
 
@@ -56,7 +57,7 @@ def draw_loss(
       textcoords='offset points',
       parse_math=False,
     )
-  axes.legend(loc='lower left')
+  axes.legend(loc='upper right')
   return figure
 
 
@@ -97,6 +98,8 @@ def draw_utilization(record: Record) -> Figure | None:
   load_LE = share_LE / total_L1 * share_LE.shape[1]
   figure, axes = _figure('expert', 'MoE layer')
   axes.grid(False)
+  for axis in (axes.xaxis, axes.yaxis):
+    axis.set_major_locator(MaxNLocator(integer=True))
   image = axes.imshow(
     load_LE, aspect='auto', cmap='viridis', vmin=0, interpolation='nearest'
   )
@@ -113,9 +116,7 @@ def _figure(x_label: str, y_label: str) -> tuple[Figure, Any]:
   return figure, axes
 
 
-def _points(
-  records: Sequence[Record], kind: str
-) -> list[tuple[float, float]]:
+def _points(records: Sequence[Record], kind: str) -> list[tuple[float, float]]:
   """Tokens and finite losses of the records of one kind."""
   return [
     (r[metrics.TOKENS], r[metrics.LOSS])

@@ -36,7 +36,9 @@ class PreemptionSignal:
     if threading.current_thread() is not threading.main_thread():
       logging.warning('SIGTERM is not handled outside of the main thread.')
       return self
-    self._previous = signal.signal(signal.SIGTERM, self._receive)
+    previous = signal.signal(signal.SIGTERM, self._receive)
+    # None stands for a handler that was not installed from Python.
+    self._previous = signal.SIG_DFL if previous is None else previous
     return self
 
   def __exit__(

@@ -15,6 +15,7 @@ is not known is said not to be. Facts:
 """
 
 import math
+import os
 import pathlib
 import re
 import unicodedata
@@ -108,7 +109,9 @@ def write_report(
   ]
   path = directory / FILE_NAME
   text = '\n\n'.join(section for section in sections if section) + '\n'
-  path.write_text(text, encoding='utf-8', errors='replace')
+  temporary = path.with_suffix('.tmp')
+  temporary.write_text(text, encoding='utf-8', errors='replace')
+  os.replace(temporary, path)
   return path
 
 
@@ -131,7 +134,9 @@ def _save_figure(path: pathlib.Path, figure: Figure | None) -> bool:
   if figure is None:
     path.unlink(missing_ok=True)
     return False
-  figure.savefig(path, dpi=120)
+  temporary = path.with_suffix('.tmp')
+  figure.savefig(temporary, format='png', dpi=120)
+  os.replace(temporary, path)
   return True
 
 
@@ -141,7 +146,9 @@ def _summary(
   train = [r for r in records if r[metrics.KIND] == metrics.TRAIN]
   lines = []
   if not facts.get(IS_COMPLETE):
-    lines.append('**This run was cut short: not all stages came to their end.**')
+    lines.append(
+      '**This run was cut short: not all stages came to their end.**'
+    )
   if train:
     last = train[-1]
     lines.append(
@@ -239,6 +246,8 @@ def _baseline(bigram_loss: float | None, newest: Record) -> str:
   if metrics.LOSS not in newest:
     return f'{text}; this run was not evaluated.'
   gain = bigram_loss - newest[metrics.LOSS]
+  if not math.isfinite(gain):
+    return f'{text}; the loss of this run is not finite.'
   side = 'below' if gain >= 0 else 'above'
   return f'{text}; this run ends {abs(gain):.4f} nats {side} it.'
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -373,7 +374,7 @@ _KILLED_SAVE = """
   small = {'x': jax.random.normal(key, (1024, 1024))}
   checkpoints.save(1, small, {}, stage='8k', is_stage_end=False, wait=True)
   # Another state of the same shape, beside one that takes long to write.
-  large = {'x': small['x'] + 1, 'y': jax.random.normal(key, (64, 1024, 1024))}
+  large = {'x': small['x'] + 1, 'y': jax.random.normal(key, (32, 1024, 1024))}
   checkpoints.save(2, large, {}, stage='8k', is_stage_end=False)
   print('saving', flush=True)
   checkpoints.wait()
@@ -381,7 +382,10 @@ _KILLED_SAVE = """
 """
 
 _TWO_PROCESSES = """
+  import os
+  import signal
   import sys
+  import time
   import jax
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 2)
@@ -415,7 +419,10 @@ _TWO_PROCESSES = """
     )
   checkpoints.wait()
   # The clock of the second process is far ahead and must not matter.
-  due = [checkpoints.due(s, now=index * 1e6 * s) for s in range(1, 17)]
+  ahead = lambda step: index * 1e6 * step
+  due = [s for s in range(1, 17) if checkpoints.due(s, now=ahead(s))]
+  behind = lambda step: (1 - index) * 1e6 * step
+  late = [s for s in range(6, 18) if checkpoints.due(s, now=behind(s))]
   load = checkpoint._load_arrays
   def load_badly(path, expected):
     if index == 1 and path.name == 'step_00000003':
@@ -428,9 +435,16 @@ _TWO_PROCESSES = """
     np.array_equal(s.data, (2 * np.arange(4096, dtype=np.float32))[s.index])
     for s in restored.state['x'].addressable_shards
   )
+  # One is notified; both stop, at one step.
   with PreemptionSignal() as preemption:
-    stop = preemption.should_stop(4)
-  print('RESULT', restored.step, bool(is_right), due.index(True), stop)
+    stopped = [preemption.should_stop(1)]
+    if index == 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+    while not stopped[-1] and len(stopped) < 1000:
+      time.sleep(0.01)
+      stopped.append(preemption.should_stop(len(stopped) + 1))
+  print('RESULT', restored.step, is_right, due, late, stopped[-1])
+  print('STOPPED', len(stopped))
   print('DAMAGED', restored.damaged)
   jax.distributed.shutdown()
 """
@@ -480,12 +494,14 @@ class ProcessesTest(chex.TestCase):
     processes = [
       self._start(_TWO_PROCESSES, directory, index, port) for index in (0, 1)
     ]
+    stops = set()
     for process in processes:
       out, err = process.communicate(timeout=100)
       self.assertEqual(process.returncode, 0, err[-3000:])
-      # Step 2 on both; due at step 5 by steps, not earlier by the clock.
-      self.assertIn('RESULT 2 True 4 False', out)
+      self.assertIn('RESULT 2 True [5, 10, 15] [8, 10, 15, 16] True', out)
       self.assertIn('process 1: array x cannot be read', out)
+      stops.add(re.search(r'STOPPED (\d+)', out)[1])
+    self.assertLen(stops, 1)
     self.assertEqual(
       sorted(os.listdir(directory)),
       [f'step_{step:08d}' for step in (1, 2, 3)] + ['step_00000003.damaged'],

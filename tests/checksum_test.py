@@ -48,9 +48,7 @@ class ChecksumTest(chex.TestCase):
     expected = checksums([jnp.asarray(x), jnp.int32(7)])
     with jax.set_mesh(mesh):
       sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec('a', 'b')))
-      scalar = jax.device_put(
-        np.int32(7), NamedSharding(mesh, PartitionSpec())
-      )
+      scalar = jax.device_put(np.int32(7), NamedSharding(mesh, PartitionSpec()))
       self.assertEqual(checksums([sharded, scalar]), expected)
 
   @parameterized.parameters(

@@ -184,6 +184,8 @@ class ReportTest(chex.TestCase):
     records = [dict(r, **{metrics.LOSS: math.nan}) for r in _records()]
     text = self._write(records, {})
     self.assertIn('training loss not finite', text)
+    text = self._write(records, {report.BIGRAM_LOSS: 3.0})
+    self.assertIn('the loss of this run is not finite', text)
     self.assertIn('No record has a loss.', text)
 
 
