@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -109,12 +110,12 @@ def _lock(path: str) -> Iterator[None]:
 def _remove_abandoned(path: str) -> None:
   """Removes what killed builds of `path` on this machine have left."""
   parent, name = os.path.split(path)
-  prefix = f'{name}.partial-{socket.gethostname()}-'
+  owned = re.compile(
+    re.escape(f'{name}.partial-{socket.gethostname()}-') + '([0-9]+)-[0-9a-f]+'
+  )
   for entry in os.listdir(parent):
-    if not entry.startswith(prefix):
-      continue
-    pid = int(entry[len(prefix) :].split('-')[0])
-    if not _is_alive(pid):
+    match = owned.fullmatch(entry)
+    if match and not _is_alive(int(match.group(1))):
       logging.info('removing abandoned %s', entry)
       shutil.rmtree(os.path.join(parent, entry), ignore_errors=True)
 

@@ -94,10 +94,11 @@ class CacheTest(absltest.TestCase):
     begun.wait()
     threads[1].start()
     threads[1].join(0.2)
-    self.assertTrue(threads[1].is_alive())
+    waited = threads[1].is_alive()
     go_on.set()
     for thread in threads:
       thread.join()
+    self.assertTrue(waited)
     self.assertEqual(self.builds, 1)
 
   def test_loses_the_race_where_there_are_no_locks(self):

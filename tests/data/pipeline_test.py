@@ -353,6 +353,28 @@ class PipelineTest(parameterized.TestCase):
     ]
     self.assertEqual(tokens[1] - tokens[0], len('added = 1\n'))
 
+  def test_everything_that_decides_rows_is_in_their_key(self):
+    class OtherTokenizer(ByteTokenizer):
+      identity = 'other'
+
+    def path(tokenizer, seq_len=64, identity='a', **filters):
+      source = mock.Mock(identity=identity)
+      source.name = 'files'
+      entry = MixtureEntry('files', **filters)
+      return row_store.rows_path(source, entry, tokenizer, seq_len, 'data')
+
+    tokenizer = ByteTokenizer()
+    paths = [
+      path(tokenizer),
+      path(OtherTokenizer()),
+      path(tokenizer, seq_len=65),
+      path(tokenizer, identity='b'),
+      path(tokenizer, min_document_tokens=2),
+      path(tokenizer, max_document_tokens=2),
+    ]
+    self.assertLen(set(paths), len(paths))
+    self.assertEqual(path(tokenizer, weight=3.0), paths[0])
+
   def test_only_process_0_prepares(self):
     calls = []
     with self.assertRaisesRegex(DamagedCacheError, 'Process 0 prepares them'):
