@@ -44,11 +44,11 @@ def _default_implementation(platform: str) -> str:
 
 
 def kda(
-  q_BTHK: jax.Array,
-  k_BTHK: jax.Array,
-  v_BTHV: jax.Array,
-  g_BTHK: jax.Array,
-  beta_BTH: jax.Array,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array,
+  beta: jax.Array,
   *,
   A_log: jax.Array | None = None,
   dt_bias: jax.Array | None = None,
@@ -75,13 +75,13 @@ def kda(
   bounded gate is that of the Kimi K3 report (arXiv 2607.24653) section 2.1.1.
 
   Args:
-    q_BTHK: queries [B, T, H, K], bfloat16 or float32; K is 32 to 256.
-    k_BTHK: keys [B, T, H, K], same dtype.
-    v_BTHV: values [B, T, HV, V], same dtype; HV is a multiple of H and value
+    q: queries [B, T, H, K], bfloat16 or float32; K is 32 to 256.
+    k: keys [B, T, H, K], same dtype.
+    v: values [B, T, HV, V], same dtype; HV is a multiple of H and value
       head h reads q/k head h * H // HV; V is 32 to 256.
-    g_BTHK: gate logits [B, T, HV, K], bfloat16 or float32; the log decay in
+    g: gate logits [B, T, HV, K], bfloat16 or float32; the log decay in
       nats when gate_in_kernel is False.
-    beta_BTH: write-strength logits [B, T, HV], bfloat16 or float32; the write
+    beta: write-strength logits [B, T, HV], bfloat16 or float32; the write
       strength when beta_sigmoid is False.
     A_log: float32 [HV], log of the gate's multiplier; None for multiplier 1.
     dt_bias: float32 [HV, K] added to the gate logits; None for 0.
@@ -122,9 +122,7 @@ def kda(
     ValueError: an argument's shape, dtype or value is not accepted.
     NotImplementedError: the implementation or cp_axis is not available.
   """
-  arrays = operands.Operands(
-    q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, A_log, dt_bias, h0
-  )
+  arrays = operands.Operands(q, k, v, g, beta, A_log, dt_bias, h0)
   checks.check_choice('implementation', implementation, (None, *IMPLEMENTATIONS))
   checks.check_choice('state_layout', state_layout, ('kv', 'vk'))
   checks.check_settings(lower_bound, precision, beta_sigmoid, allow_neg_eigval)
@@ -144,7 +142,7 @@ def kda(
 
   config = operands.KdaConfig(
     lower_bound=None if lower_bound is None else float(lower_bound),
-    scale=q_BTHK.shape[-1] ** -0.5 if scale is None else float(scale),
+    scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
     qk_l2norm=qk_l2norm,
     beta_sigmoid=beta_sigmoid,
     allow_neg_eigval=allow_neg_eigval,

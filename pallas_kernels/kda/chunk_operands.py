@@ -68,17 +68,18 @@ def lower_mask(size: int, offset: int = 0) -> jax.Array:
   return jnp.tril(jnp.ones((size, size), bool), offset)
 
 
+def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
+  """Zeroes x where the mask, of its rank or of its last axes, is False."""
+  mask = jax.lax.expand_dims(mask, range(x.ndim - mask.ndim))
+  return jnp.where(mask, x, 0.0)
+
+
 def select(operands: ChunkOperands, masks: ChunkMasks | None) -> ChunkOperands:
   """Zeroes what causality and documents forbid; its own transpose.
 
   A select and never a product: above the diagonal a tile's scores may be as
   large as exp(75), and zero times such an overflow would be NaN.
   """
-
-  def keep(mask, x):
-    mask = jax.lax.expand_dims(mask, range(x.ndim - mask.ndim))
-    return jnp.where(mask, x, 0.0)
-
   size = operands.kk.shape[-1]
   operands = operands._replace(
     kk=keep(lower_mask(size, -1), operands.kk),

@@ -141,7 +141,7 @@ def kda_backward(
     rows = jnp.concatenate([d_o, -d_v], axis=-2)
     chunk = config.tiles.chunk
     d_scores = products.dot(
-      '...cv,...dv->...cd', rows, new_v, dtypes.score_grads
+      '...cv,...dv->...cd', rows, new_v, dtypes.output
     )
     d_entry = products.dot(
       '...cv,...kv->...ck', rows, entry_states, dtypes.state

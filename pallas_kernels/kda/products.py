@@ -35,11 +35,11 @@ class ProductDtypes:
 
   Attributes:
     scores: scores of queries and keys against keys.
-    score_grads: gradients of the scores, and of q, k and g through them.
+    score_grads: gradients of q, k and g through the scores.
     state: reads and updates of the state, and their gradients.
     inverse: block merges of the triangular inverse.
     solve: the triangular inverse times a right-hand side.
-    output: scores times values inside the chunk.
+    output: scores times values inside the chunk, and their gradients.
   """
 
   scores: jnp.dtype
@@ -59,7 +59,7 @@ def choose_dtypes(precision: str, dtype) -> ProductDtypes:
 
   Args:
     precision: 'fast' rounds every operand to bfloat16; 'default' only those of
-      the scores and their gradients; 'high' only those of the gradients;
+      the scores and of gradients through them; 'high' only those of the gradients;
       'highest' none.
     dtype: dtype of q, k and v. With float32 no operand is ever rounded.
   """

@@ -148,7 +148,8 @@ def plan_documents(
     valid_BT = jnp.pad(valid_BT, extra)
   entry_BN = None
   if document_BT is not None:
-    document_BT = jnp.pad(document_BT, extra, mode='edge')
+    tail = jnp.broadcast_to(document_BT[:, -1:], (batch, padded - tokens))
+    document_BT = jnp.concatenate([document_BT, tail], axis=1)
     last_BN = document_BT[:, chunk - 1 :: chunk]
     entry_BN = jnp.pad(last_BN, ((0, 0), (1, 0)))[:, :-1]
   return ChunkPlan(valid_BT, document_BT, entry_BN, None, None)

@@ -202,8 +202,7 @@ def tile_operands_bwd(
   chunk = q.shape[-2]
   tile = factors.grow.shape[-2]
   strict = chunk_operands.lower_mask(chunk, -1)
-  strict = jnp.broadcast_to(strict, grads.qk.shape)
-  d_qk = jnp.where(strict, grads.qk, 0.0).astype(dtype)
+  d_qk = chunk_operands.keep(strict, grads.qk).astype(dtype)
   d_kk = grads.kk.astype(dtype)
 
   d_q_rows, d_k_rows, d_columns, row_sums = [], [], [], []
@@ -211,7 +210,8 @@ def tile_operands_bwd(
   d_prefix = None
   for i in reversed(range(chunk // tile)):
     rows, end = slice(i * tile, (i + 1) * tile), (i + 1) * tile
-    left, prefix = factors.left[i].astype(dtype), factors.prefix[i].astype(dtype)
+    left = factors.left[i].astype(dtype)
+    prefix = factors.prefix[i].astype(dtype)
     strip = jnp.concatenate([d_qk[..., rows, :end], d_kk[..., rows, :end]], -2)
     d_left = products.dot('...ij,...jk->...ik', strip, prefix, dtype)
     d_own = products.dot('...ij,...ik->...jk', strip, left, dtype)
@@ -248,14 +248,11 @@ def tile_operands_bwd(
   # to those rows directly; adding it at the last row and taking it away at row
   # j would leave the rounding of the difference.
   d_write = operands.k_exit * grads.k_exit
-  after = jnp.broadcast_to(
-    chunk_operands.lower_mask(chunk).T, grads.qk.shape
-  )
+  ones = jnp.ones_like(grads.qk)
+  later = chunk_operands.keep(chunk_operands.lower_mask(chunk).T, ones)
   if pair is not None:
-    after = after & pair
-  sums = jnp.concatenate(
-    [after.astype(jnp.float32), strict.astype(jnp.float32)], axis=-1
-  )
+    later = chunk_operands.keep(pair, later)
+  sums = jnp.concatenate([later, chunk_operands.keep(strict, ones)], axis=-1)
   terms = jnp.concatenate([d_total, d_write], axis=-2)
   d_g = products.dot('...ij,...jk->...ik', sums, terms, jnp.float32)
   return d_q, d_k, d_g + grads.decay[..., None, :]

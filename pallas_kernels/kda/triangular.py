@@ -22,8 +22,8 @@ def invert_blocks(lower: jax.Array) -> jax.Array:
   """
   size = lower.shape[-1]
   # Blocks go last, so that every step works on long contiguous runs.
-  columns = jnp.transpose(lower.reshape(-1, size, size), (2, 1, 0))
-  eye = jnp.broadcast_to(jnp.eye(size)[..., None], columns.shape)
+  columns = jnp.moveaxis(lower, (-1, -2), (0, 1))
+  eye = jax.lax.expand_dims(jnp.eye(size), range(2, columns.ndim))
 
   def step(j, rows):
     # Row j is final here; the rows below take it away. Column j of L is zero
@@ -32,9 +32,10 @@ def invert_blocks(lower: jax.Array) -> jax.Array:
     row = jax.lax.dynamic_index_in_dim(rows, j, keepdims=True)
     return rows - column[:, None] * row
 
-  rows = varying.vary_over(eye, varying.varying_axes(columns))
+  rows = jnp.zeros_like(columns) + eye
+  rows = varying.vary_over(rows, varying.varying_axes(columns))
   rows = jax.lax.fori_loop(0, size - 1, step, rows)
-  return jnp.moveaxis(rows, -1, 0).reshape(lower.shape)
+  return jnp.moveaxis(rows, (0, 1), (-2, -1))
 
 
 def merge_blocks(

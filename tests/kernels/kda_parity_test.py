@@ -1,0 +1,152 @@
+"""Every KDA implementation against the token recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from absl.testing import parameterized
+
+from pallas_kernels.kda import IMPLEMENTATIONS, agreement, arg_specs
+
+COMPARED = tuple(name for name in IMPLEMENTATIONS if name != 'reference')
+# Part of the suite now, so that a kernel is held to it from its first day.
+REFUSING = ('mosaic_tpu', 'mosaic_gpu')
+
+TINY = arg_specs.SPECS['tiny']
+HARD_GATES = ('no_decay', 'logits_of_30')
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def make_inputs(spec, gate='random', seed=0):
+  """Random inputs with the gate logits of a regime."""
+  inputs = arg_specs.make_inputs(spec, seed)
+  g, beta = inputs['g'], inputs['beta']
+  if gate == 'saturated':
+    inputs['g'] = jnp.full_like(g, 30)
+  if gate == 'near_saturation':
+    inputs['g'] = jnp.abs(g) + 3
+  if gate == 'no_decay':
+    inputs['g'] = jnp.full_like(g, -30)
+  if gate == 'logits_of_30':
+    inputs['g'] = jnp.where(g > 0, 30, -30).astype(g.dtype)
+    inputs['beta'] = jnp.where(beta > 0, 30, -30).astype(beta.dtype)
+  return inputs
+
+
+def without(inputs, *names):
+  return {k: v for k, v in inputs.items() if k not in names}
+
+
+class KdaParityTest(parameterized.TestCase):
+
+  def check(self, inputs, implementation, hard=False, **kwargs):
+    if implementation in REFUSING:
+      with self.assertRaisesRegex(NotImplementedError, implementation):
+        agreement.compare_with_reference(inputs, implementation, **kwargs)
+      return
+    errors = agreement.compare_with_reference(inputs, implementation, **kwargs)
+    bound = {'float32': (2e-5, 1e-4), 'bfloat16': (5e-3, 1e-2)}
+    bound = bound[inputs['q'].dtype.name][hard]
+    bounds = dict.fromkeys(errors, bound)
+    if inputs['q'].dtype == jnp.float32:
+      bounds['g'] = max(bound, 5e-5)
+    for name, error in errors.items():
+      self.assertLess(error, bounds[name], f'{name}: {errors}')
+
+  @parameterized.product(
+    implementation=COMPARED,
+    gate=('random', 'saturated', 'near_saturation', *HARD_GATES),
+    dtype=('float32', 'bfloat16'),
+  )
+  def test_gate_regimes(self, implementation, gate, dtype):
+    spec = arg_specs.ArgSpec(2, 150, 2, 4, 64, 32, dtype)
+    inputs = make_inputs(spec, gate)
+    self.check(inputs, implementation, hard=gate in HARD_GATES)
+
+  @parameterized.product(implementation=COMPARED, tokens=(1, 15, 63, 1000))
+  def test_lengths(self, implementation, tokens):
+    spec = arg_specs.ArgSpec(1, tokens, 1, 1, 32, 32)
+    self.check(make_inputs(spec), implementation)
+
+  @parameterized.product(
+    implementation=COMPARED, dims=((100, 60), (128, 256), (256, 128))
+  )
+  def test_head_dims(self, implementation, dims):
+    spec = arg_specs.ArgSpec(1, 90, 1, 1, *dims)
+    self.check(make_inputs(spec), implementation)
+
+  @parameterized.product(
+    implementation=COMPARED, dtype=('float32', 'bfloat16')
+  )
+  def test_beta_up_to_two(self, implementation, dtype):
+    spec = arg_specs.ArgSpec(2, 150, 2, 4, 64, 32, dtype)
+    self.check(make_inputs(spec), implementation, allow_neg_eigval=True)
+
+  @parameterized.parameters(*COMPARED)
+  def test_ready_gate_and_beta(self, implementation):
+    inputs = without(make_inputs(TINY), 'A_log', 'dt_bias')
+    inputs['g'] = -5 * jax.nn.sigmoid(inputs['g'])
+    beta = jax.nn.sigmoid(inputs['beta'])
+    # A write strength of 0 must not divide.
+    inputs['beta'] = jnp.where(beta > 0.9, 0.0, beta)
+    inputs['q'], inputs['k'] = inputs['q'] / 8, inputs['k'] / 8
+    self.check(
+      inputs,
+      implementation,
+      gate_in_kernel=False,
+      beta_sigmoid=False,
+      qk_l2norm=False,
+      scale=0.5,
+      state_layout='kv',
+    )
+
+  @parameterized.product(implementation=COMPARED, lower_bound=(-0.5, -2.0))
+  def test_other_lower_bounds(self, implementation, lower_bound):
+    spec = arg_specs.ArgSpec(1, 63, 1, 1, 32, 32)
+    self.check(make_inputs(spec), implementation, lower_bound=lower_bound)
+
+  @parameterized.parameters(*COMPARED)
+  def test_softplus_gate(self, implementation):
+    inputs = make_inputs(TINY)
+    self.check(inputs, implementation, lower_bound=None)
+    # Logits of 1000 decay far below what any shared anchor could hold.
+    inputs['g'] = jnp.where(inputs['g'] > 3, 1000.0, inputs['g'])
+    self.check(inputs, implementation, lower_bound=None)
+
+  @parameterized.parameters(*COMPARED)
+  def test_heads_with_very_different_rates(self, implementation):
+    inputs = make_inputs(TINY)
+    inputs['A_log'] = jnp.asarray([-3.0, 0.0, 1.5, 3.0])
+    self.check(inputs, implementation)
+
+  @parameterized.product(
+    implementation=COMPARED, precision=('fast', 'high', 'highest')
+  )
+  def test_precisions(self, implementation, precision):
+    spec = arg_specs.ArgSpec(1, 100, 2, 2, 64, 64, 'bfloat16')
+    self.check(
+      make_inputs(spec),
+      implementation,
+      hard=precision == 'fast',
+      precision=precision,
+    )
+
+
+  @parameterized.product(
+    implementation=COMPARED,
+    keys=('identical', 'runs', 'no_decay', 'logits_of_30'),
+    dtype=('float32', 'bfloat16'),
+  )
+  def test_long_and_hard(self, implementation, keys, dtype):
+    spec = arg_specs.ArgSpec(1, 4096, 1, 1, 32, 32, dtype)
+    gate = keys if keys in HARD_GATES else 'random'
+    inputs = without(make_inputs(spec, gate), 'A_log', 'dt_bias')
+    if keys == 'identical':
+      inputs['k'] = jnp.broadcast_to(inputs['k'][:, :1], inputs['k'].shape)
+      inputs['g'] = jnp.full_like(inputs['g'], -12)
+      inputs['beta'] = jnp.full_like(inputs['beta'], 8)
+    if keys == 'runs':
+      inputs['k'] = jnp.repeat(inputs['k'][:, ::32], 32, axis=1)
+      inputs['g'] = inputs['g'] - 6
+      inputs['beta'] = jnp.abs(inputs['beta']) + 1
+    self.check(inputs, implementation, hard=True)
