@@ -36,7 +36,6 @@ __all__ = [
   'biased_scores',
   'init_balance',
   'observe',
-  'pool',
   'router_view',
   'solve_exact',
   'solve_histogram',
@@ -112,23 +111,6 @@ def observe(
     tokens=jnp.sum(count_N, dtype=jnp.int32),
     required_bias_NE=jnp.where(mask_N[:, None], required_NE, jnp.inf)[:kept],
   )
-
-
-def pool(stats: RouterStats, axis_name: str | tuple[str, ...]) -> RouterStats:
-  """Sums statistics over mesh axes; the balancer's only communication.
-
-  Call it inside `shard_map`, once a step on the layers' stacked statistics,
-  over the axes that hold different tokens and no others.
-
-  Args:
-    stats: one shard's statistics.
-    axis_name: mesh axes over which tokens are sharded.
-
-  Returns:
-    The statistics of all tokens; `required_bias_NE` stays the shard's own.
-  """
-  summed = jax.lax.psum(stats.replace(required_bias_NE=None), axis_name)
-  return summed.replace(required_bias_NE=stats.required_bias_NE)
 
 
 def update_balance(

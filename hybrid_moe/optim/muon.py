@@ -70,17 +70,24 @@ def orthogonalize_matrix(x: jax.Array, steps: int) -> jax.Array:
   Returns:
     Array like `x`; a zero matrix stays zero.
   """
-  transposed = x.shape[-2] > x.shape[-1]
+  rows, columns = x.shape[-2:]
+  # Of a square matrix either side may be the sharded one.
+  rows_sharded = jax.typeof(x).sharding.spec[-2] is not None
+  transposed = rows > columns or (rows == columns and rows_sharded)
   x = x.mT if transposed else x
-  spec = tuple(jax.typeof(x).sharding.spec)
+  spec = jax.typeof(x).sharding.spec
   # A product along a sharded dim must name its result's layout.
   gram_spec = jax.P(*spec[:-2], None, None) if spec[-1] is not None else None
   c1, c3, c5 = _COEFFICIENTS
   norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
   x = x / (norm + _EPS)
-  for _ in range(steps):
+
+  def iterate(_, x):
     gram = jnp.matmul(x, x.mT, out_sharding=gram_spec)
-    x = c1 * x + jnp.matmul(c3 * gram + c5 * jnp.matmul(gram, gram), x)
+    return c1 * x + jnp.matmul(c3 * gram + c5 * jnp.matmul(gram, gram), x)
+
+  # Unrolled, a model of many matrices takes half as long again to compile.
+  x = jax.lax.fori_loop(0, steps, iterate, x)
   return x.mT if transposed else x
 
 
@@ -118,7 +125,9 @@ def matrix_spec(
   A mesh axis on a batch dim stays. One on a matrix dim goes to the first batch
   dim that it divides, so that devices take whole matrices; failing that, to
   the longer side of the matrix, which costs one sum of the short side's square
-  an iteration; failing that, the tensor is gathered.
+  an iteration; failing that, the tensor is gathered. One over which the tensor
+  is replicated also goes to a batch dim if it can, so that devices share the
+  work instead of repeating it.
 
   Args:
     leaf: the tensor; its type carries shape, sharding and mesh.
@@ -130,17 +139,26 @@ def matrix_spec(
     A spec with an entry for every dim.
   """
   sharding = jax.typeof(leaf).sharding
+  mesh_sizes = sharding.mesh.shape
   names = [_axis_names(entry) for entry in sharding.spec]
-  longer = max(
-    (columns, rows), key=lambda axes: math.prod(leaf.shape[a] for a in axes)
-  )
-  displaced = []
+  sizes = [math.prod(leaf.shape[a] for a in axes) for axes in (rows, columns)]
+  # Of merged dims only the first can carry a mesh axis through the merge.
+  longer = [
+    axes[0] for axes, size in zip((rows, columns), sizes) if size == max(sizes)
+  ]
+  used = {name for entry in names for name in entry}
+  choices = []
   for axis in (*rows, *columns):
-    displaced.extend(names[axis])
+    choices += [(name, (*batch, *longer)) for name in names[axis]]
     names[axis] = []
-  for name in displaced:
-    for axis in (*batch, longer[0]):
-      shards = math.prod(sharding.mesh.shape[n] for n in (*names[axis], name))
+  choices += [
+    (name, batch)
+    for name in sharding.mesh.explicit_axes
+    if name not in used and mesh_sizes[name] > 1
+  ]
+  for name, axes in choices:
+    for axis in axes:
+      shards = math.prod(mesh_sizes[n] for n in (*names[axis], name))
       if leaf.shape[axis] % shards == 0:
         names[axis].append(name)
         break

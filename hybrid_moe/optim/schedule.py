@@ -64,7 +64,8 @@ def build_schedule(
 
 
 def _warmup_steps(optim: OptimConfig, steps: int) -> int:
-  return max(1, int(optim.warmup_fraction * steps))
+  # A whole number of steps must not be lost to rounding of the product.
+  return max(1, int(optim.warmup_fraction * steps + 1e-9))
 
 
 def _phase(

@@ -1,5 +1,7 @@
 """What a shard of tokens reports, and that sharding it changes nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def view_of(config, bias_E):
   return jax.tree.map(lambda x: x[0], view)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def report(config, scores_NE, mask_N, view):
   biased_NE = quantile.biased_scores(scores_NE, view.bias_E)
   values_NS, chosen_NS = jax.lax.top_k(biased_NE, TOP_K + 1)
@@ -38,6 +41,10 @@ def report(config, scores_NE, mask_N, view):
     mask_N,
     view,
   )
+
+
+def stack(stats):
+  return jax.tree.map(lambda x: x[None], stats)
 
 
 class ObserveTest(parameterized.TestCase):
@@ -129,9 +136,17 @@ class ShardedTest(absltest.TestCase):
     scores_NE, mask_N, bias_E = make_inputs()
     view = view_of(config, bias_E)
 
-    def pooled(scores_ne, mask_n, view):
-      stats = report(config, scores_ne, mask_n, view)
-      return quantile.pool(stats, 'data')
+    def local(scores_ne, mask_n, view):
+      return stack(report(config, scores_ne, mask_n, view))
+
+    @jax.jit
+    def step(scores_NE, mask_N, view, state):
+      rows = jax.P('data')
+      shards = jax.shard_map(
+        local, in_specs=(rows, rows, jax.P()), out_specs=rows
+      )(scores_NE, mask_N, view)
+      stats = jax.tree.map(lambda s: jnp.sum(s, axis=0), shards)
+      return stats, quantile.update_balance(config, state, stack(stats), TOP_K)
 
     results = []
     for devices in (1, 8):
@@ -141,29 +156,11 @@ class ShardedTest(absltest.TestCase):
       with jax.set_mesh(mesh):
         rows = jax.NamedSharding(mesh, jax.P('data'))
         whole = jax.NamedSharding(mesh, jax.P())
-        step = jax.jit(
-          jax.shard_map(
-            pooled,
-            in_specs=(jax.P('data'), jax.P('data'), jax.P()),
-            out_specs=quantile.RouterStats(
-              histogram_EW=jax.P(),
-              load_E=jax.P(),
-              gate_mass_E=jax.P(),
-              tokens=jax.P(),
-              required_bias_NE=jax.P('data'),
-            ),
-          )
-        )
-        stats = step(
+        state = quantile.init_balance(config, 1, EXPERTS)
+        stats, state = step(
           *jax.device_put((scores_NE, mask_N), rows),
-          jax.device_put(view, whole),
+          *jax.device_put((view, state.replace(bias_LE=bias_E[None])), whole),
         )
-        state = jax.device_put(quantile.init_balance(config, 1, EXPERTS), whole)
-        state = jax.jit(
-          lambda state, stats: quantile.update_balance(
-            config, state, jax.tree.map(lambda x: x[None], stats), TOP_K
-          )
-        )(state.replace(bias_LE=jax.device_put(bias_E[None], whole)), stats)
         self.assertTrue(state.bias_LE.sharding.is_fully_replicated)
         results.append(jax.device_get((stats, state)))
     (one, one_state), (eight, eight_state) = results
@@ -171,9 +168,7 @@ class ShardedTest(absltest.TestCase):
       np.testing.assert_array_equal(getattr(one, leaf), getattr(eight, leaf))
     jax.tree.map(np.testing.assert_array_equal, one_state, eight_state)
     np.testing.assert_allclose(one.gate_mass_E, eight.gate_mass_E, rtol=1e-6)
-    # A shard reports but a part of what all report.
-    local = report(config, scores_NE[:32], mask_N[:32], view)
-    self.assertLess(int(local.tokens), int(eight.tokens))
+    self.assertEqual(int(eight.tokens), int(jnp.sum(mask_N)))
 
 
 if __name__ == '__main__':

@@ -1,5 +1,7 @@
 """Observation, solving and the rules by which a bias moves."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ def skewed_scores(tokens: int, experts: int, seed: int = 0) -> jax.Array:
   return jax.nn.sigmoid(noise_NE + preference_E[None])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def route(config, scores_NE, mask_N, view, top_k):
   biased_NE = quantile.biased_scores(scores_NE, view.bias_E)
   values_NS, chosen_NS = jax.lax.top_k(biased_NE, top_k + 1)

@@ -111,18 +111,18 @@ class ShardedMuonTest(parameterized.TestCase):
     )
 
   def test_one_and_eight_devices_agree(self):
-    # The names of specs: on a batch dim; movable to one; on the longer side;
-    # on the shorter side; nowhere to go but gathered.
+    # On a batch dim; moved to the heads; on the longer side; from the shorter
+    # side to the longer; on fused heads; gathered; replicated;
+    # square.
     cases = {
       'w_gate': ((2, 8, 16, 24), jax.P(None, 'data')),
-      'w_up': ((8, 24, 16), jax.P(None, 'data')),
-      'q_proj': ((2, 24, 3, 8), jax.P(None, 'data')),
       'v_proj': ((16, 8, 12), jax.P('data')),
-      'o_proj': ((2, 8, 4, 24), jax.P(None, 'data')),
-      'g_proj': ((16, 8, 4), jax.P('data')),
+      'q_proj': ((2, 24, 3, 8), jax.P(None, 'data')),
       'router': ((24, 16), jax.P(None, 'data')),
-      'b_proj': ((24, 3), jax.P('data')),
+      'o_proj': ((2, 8, 4, 24), jax.P(None, 'data')),
       'f_down': ((8, 12), jax.P('data')),
+      'w_down': ((2, 8, 12, 10), jax.P()),
+      'g_proj': ((16, 2, 8), jax.P('data')),
     }
     grads = {
       name: jax.random.normal(jax.random.key(i), shape)
@@ -131,10 +131,8 @@ class ShardedMuonTest(parameterized.TestCase):
     tx = muon_direction(0.95, 5)
 
     @jax.jit
-    def two_updates(grads):
-      _, state = tx.update(grads, tx.init(grads))
-      half = jax.tree.map(lambda g: 0.5 * g, grads)
-      return tx.update(half, state)
+    def first_update(grads):
+      return tx.update(grads, tx.init(grads))
 
     results = []
     for devices in (1, 8):
@@ -146,7 +144,7 @@ class ShardedMuonTest(parameterized.TestCase):
           name: jax.device_put(grad, jax.NamedSharding(mesh, cases[name][1]))
           for name, grad in grads.items()
         }
-        updates, state = two_updates(placed)
+        updates, state = first_update(placed)
         for name, update in updates.items():
           self.assert_same_sharding(update, placed[name])
         trace = optax.tree.get(state, 'trace')
@@ -186,6 +184,27 @@ class ShardedMuonTest(parameterized.TestCase):
       spec=jax.P(None, 'data'),
       layout=Layout.PLAIN,
       want=jax.P(None, None, 'data'),
+    ),
+    dict(
+      testcase_name='goes_to_either_side_of_a_square',
+      shape=(16, 2, 8),
+      spec=jax.P('data'),
+      layout=Layout.FUSED_OUT,
+      want=jax.P('data', None, None),
+    ),
+    dict(
+      testcase_name='shares_replicated_work',
+      shape=(3, 16, 6, 10),
+      spec=jax.P(),
+      layout=Layout.PLAIN,
+      want=jax.P(None, 'data', None, None),
+    ),
+    dict(
+      testcase_name='stays_replicated',
+      shape=(16, 8),
+      spec=jax.P(),
+      layout=Layout.PLAIN,
+      want=jax.P(None, None),
     ),
     dict(
       testcase_name='is_gathered',

@@ -38,7 +38,7 @@ class ScheduleTest(parameterized.TestCase):
     np.testing.assert_allclose(np.divide(peaks[1:], peaks[:-1]), 0.2, rtol=1e-5)
 
   def test_warm_up_is_one_percent_and_at_least_one_step(self):
-    for steps, warmup in ((1000, 10), (50, 1)):
+    for steps, warmup in ((1000, 10), (2900, 29), (50, 1)):
       (schedule,) = build_schedule(OptimConfig(peak_lr=1.0), (steps,))
       rates = schedule(jnp.arange(steps))
       self.assertEqual(int(jnp.argmax(rates)), warmup - 1)
