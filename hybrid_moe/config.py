@@ -1,4 +1,4 @@
-"""Configuration of a whole experiment: frozen dataclasses that check themselves.
+"""Configuration of an experiment: frozen dataclasses that check themselves.
 
 An `ml_collections.ConfigDict` exists only between the command line and
 `config_from_dict`; everything past that edge takes the smallest dataclass it

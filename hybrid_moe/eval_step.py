@@ -1,5 +1,6 @@
 """Losses of held-out rows, by position and by source."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -29,9 +30,7 @@ def document_positions(segment_ids_BT: jax.Array) -> jax.Array:
   """Tokens of the same document before each token, in its row, int32."""
   positions_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
   changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
-  starts = jnp.where(
-    jnp.pad(changes, ((0, 0), (1, 0))), positions_T[None], 0
-  )
+  starts = jnp.where(jnp.pad(changes, ((0, 0), (1, 0))), positions_T[None], 0)
   return positions_T[None] - jax.lax.cummax(starts, axis=1)
 
 
@@ -79,14 +78,12 @@ def eval_step(
   }
   groups = [
     ('position', (positions_BT >= low) & (positions_BT < high))
-    for low, high in zip(edges[:-1], edges[1:])
+    for low, high in itertools.pairwise(edges)
   ]
   groups += [
     ('source', (batch['source_ids'] == i)[:, None]) for i in range(num_sources)
   ]
   for kind, inside in groups:
     sums[f'nll_by_{kind}'].append(jnp.sum(jnp.where(inside, nll_BT, 0.0)))
-    sums[f'count_by_{kind}'].append(
-      jnp.sum(inside & mask_BT, dtype=jnp.int32)
-    )
+    sums[f'count_by_{kind}'].append(jnp.sum(inside & mask_BT, dtype=jnp.int32))
   return {name: jnp.stack(values) for name, values in sums.items()}

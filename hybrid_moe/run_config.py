@@ -1,4 +1,4 @@
-"""Configuration of a run: optimisers, evaluation, checkpoints, health, memory."""
+"""Configuration of a run: optimisers, evaluation, checkpoints, health."""
 
 import dataclasses
 

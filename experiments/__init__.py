@@ -1,0 +1,1 @@
+"""Entry points and their configurations."""

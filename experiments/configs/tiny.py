@@ -1,0 +1,54 @@
+"""Four context stages of a small, complete model, on a bare CPU.
+
+Command:  python -m experiments.pretrain
+Hardware: 2 CPU cores, 2 GiB of memory
+"""
+
+from ml_collections import config_dict
+
+from experiments.configs.base import to_config_dict
+from hybrid_moe.config import ExperimentConfig, StageConfig
+from hybrid_moe.data_config import DataConfig, MixtureEntry, SourceConfig
+from hybrid_moe.presets import TINY
+from hybrid_moe.run_config import EvalConfig, OptimConfig
+
+
+def _stage(seq_len: int, global_batch: int, min_tokens: int) -> StageConfig:
+  """Later stages take longer documents."""
+  return StageConfig(
+    name=f'context_{seq_len}',
+    seq_len=seq_len,
+    global_batch=global_batch,
+    budget_share=0.25,
+    mixture=(
+      MixtureEntry('stdlib', 0.9, min_document_tokens=min_tokens),
+      MixtureEntry('recall', 0.05),
+      MixtureEntry('copy', 0.05),
+    ),
+    remat='none',
+  )
+
+
+def get_config() -> config_dict.ConfigDict:
+  """The default run."""
+  return to_config_dict(
+    ExperimentConfig(
+      model=TINY,
+      data=DataConfig(
+        sources=(
+          SourceConfig('stdlib'),
+          SourceConfig('recall', kind='synthetic', task='recall'),
+          SourceConfig('copy', kind='synthetic', task='copy'),
+        )
+      ),
+      optim=OptimConfig(peak_lr=1e-2, stage_lr_factor=0.5),
+      stages=(
+        _stage(256, 32, 0),
+        _stage(512, 16, 1024),
+        _stage(1024, 8, 2048),
+        _stage(2048, 4, 4096),
+      ),
+      total_tokens=2_000_000,
+      eval=EvalConfig(every_steps=30, num_batches=4),
+    )
+  )

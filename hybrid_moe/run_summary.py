@@ -1,0 +1,168 @@
+"""What a person gets when a run ends: a summary, a sample and the report."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from hybrid_moe import metrics, report
+from hybrid_moe.config import ExperimentConfig
+from hybrid_moe.data.bigram import fit_bigram
+from hybrid_moe.data.pipeline import StageData
+from hybrid_moe.data.tokenizer import Tokenizer
+from hybrid_moe.infer.sampling import sample
+from hybrid_moe.memory_plan import MemoryReport
+from hybrid_moe.stage import StageProgram
+from hybrid_moe.train_state import TrainState
+
+_PROGRAMS_FILE = 'programs.json'
+
+
+def store_program(workdir: str, program: StageProgram) -> None:
+  """Remembers a stage's costs for the report of a run that was resumed."""
+  if jax.process_index() != 0:
+    return
+  path = pathlib.Path(workdir) / _PROGRAMS_FILE
+  programs = _load_programs(path)
+  programs[program.stage.name] = {
+    report.SEQ_LEN: program.stage.seq_len,
+    report.PARAMETERS: program.parameters,
+    report.ACTIVE_PARAMETERS: program.active_parameters,
+    report.FLOPS_PER_TOKEN: program.flops_per_token,
+    report.MEMORY: dataclasses.asdict(program.memory),
+    report.COMPILE_SECONDS: program.compile_s,
+  }
+  temporary = path.with_suffix('.tmp')
+  temporary.write_text(json.dumps(programs, indent=2) + '\n')
+  os.replace(temporary, path)
+
+
+def finish(
+  config: ExperimentConfig,
+  workdir: str,
+  tokenizer: Tokenizer,
+  data: Sequence[StageData],
+  validation: Sequence[dict[str, np.ndarray]],
+  mesh: Mesh,
+  state: TrainState,
+  *,
+  is_complete: bool,
+) -> None:
+  """Writes `report.md` and prints a summary.
+
+  Args:
+    config: the experiment.
+    workdir: the run's folder, with its `metrics.jsonl`.
+    tokenizer: of the data.
+    data: rows of every stage; the bigram model is fitted to those that the
+      stages train on.
+    validation: batches of the stage in progress.
+    mesh: of the state.
+    state: samples are drawn from it, by all processes together.
+    is_complete: whether all stages came to their end.
+  """
+  text = ''
+  if config.eval.sample_tokens:
+    prompt = tokenizer.encode(config.eval.sample_prompt)
+    with jax.set_mesh(mesh):
+      ids = sample(
+        config.model,
+        config.balance,
+        state.params,
+        state.balance,
+        prompt,
+        config.eval.sample_tokens,
+        allowed_tokens=tokenizer.vocab_size,
+        seed=config.seed,
+      )
+    text = tokenizer.decode(ids)
+  if jax.process_index() != 0:
+    return
+  records = metrics.read_metrics(workdir)
+  bigram_loss = _bigram_loss(config, data, validation)
+  facts = {
+    report.NAME: os.path.basename(os.path.abspath(workdir)),
+    report.IS_COMPLETE: is_complete,
+    report.DEVICES: f'{mesh.size} x {mesh.devices.flat[0].device_kind}',
+    report.BIGRAM_LOSS: bigram_loss,
+    report.SAMPLE: text,
+    report.STAGES: _stage_facts(config, workdir, records),
+  }
+  path = report.write_report(workdir, records, facts)
+  for line in _summary(records, bigram_loss):
+    print(line)
+  print(f'report: {path}', flush=True)
+
+
+def _bigram_loss(
+  config: ExperimentConfig,
+  data: Sequence[StageData],
+  validation: Sequence[dict[str, np.ndarray]],
+) -> float:
+  """Loss of a bigram model of the whole run's training rows."""
+
+  def batches():
+    for stage, rows in zip(config.stages, data):
+      reader = rows.train_batches(0)
+      try:
+        for _, batch in zip(range(config.stage_steps(stage)), reader):
+          yield batch
+      finally:
+        reader.close()
+
+  return fit_bigram(batches(), config.model.vocab_size).mean_loss(validation)
+
+
+def _stage_facts(
+  config: ExperimentConfig, workdir: str, records: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  programs = _load_programs(pathlib.Path(workdir) / _PROGRAMS_FILE)
+  facts = []
+  for stage in config.stages:
+    steps = sum(
+      1
+      for r in records
+      if r[metrics.KIND] == metrics.TRAIN and r[metrics.STAGE] == stage.name
+    )
+    fact = {
+      report.STAGE_NAME: stage.name,
+      report.SEQ_LEN: stage.seq_len,
+      report.STEPS: steps * config.log_every,
+      report.STAGE_TOKENS: steps * config.log_every * stage.step_tokens,
+      **programs.get(stage.name, {}),
+    }
+    if report.MEMORY in fact:
+      fact[report.MEMORY] = MemoryReport(**fact[report.MEMORY])
+    facts.append(fact)
+  return facts
+
+
+def _load_programs(path: pathlib.Path) -> dict[str, Any]:
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _summary(
+  records: Sequence[dict[str, Any]], bigram_loss: float
+) -> list[str]:
+  """The figures that say whether the run went well."""
+  evals = [r for r in records if r[metrics.KIND] == metrics.EVAL]
+  trains = [r for r in records if r[metrics.KIND] == metrics.TRAIN]
+  lines = []
+  if evals:
+    first, last = evals[0][metrics.LOSS], evals[-1][metrics.LOSS]
+    lines.append(
+      f'validation loss: {first:.4f} nats at first, {last:.4f} at the end '
+      f'({first - last:.4f} less); byte-bigram model {bigram_loss:.4f}'
+    )
+  if trains and metrics.MAX_VIOLATION in trains[-1]:
+    worst = max(trains[-1][metrics.MAX_VIOLATION])
+    lines.append(f'expert load: MaxVio {worst:.3f} in the worst layer')
+  if trains:
+    lines.append(f'skipped steps: {trains[-1]["skipped_total"]}')
+  return lines
