@@ -21,13 +21,34 @@ def relative_rms(x: Any, expected: Any) -> float:
   return float(error / scale) if scale > 0 else float(error)
 
 
-@functools.partial(jax.jit, static_argnames=('implementation', 'options'))
+@functools.cache
+def _program(implementation, options, compiler_options):
+  """The jitted program of `run_with_gradients`."""
+
+  def run(inputs, cotangents, indices):
+    def call(inputs):
+      return api.kda(
+        **inputs,
+        **indices,
+        **dict(options),
+        return_final_state=True,
+        implementation=implementation,
+      )
+
+    outputs, pull = jax.vjp(call, inputs)
+    (gradients,) = pull(cotangents)
+    return outputs, gradients
+
+  return jax.jit(run, compiler_options=dict(compiler_options))
+
+
 def run_with_gradients(
   inputs: dict[str, jax.Array],
   cotangents: tuple[jax.Array, jax.Array],
   indices: dict[str, jax.Array],
   implementation: str,
   options: tuple[tuple[str, Any], ...] = (),
+  compiler_options: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
   """Outputs, final state and the gradients of all inputs.
 
@@ -37,20 +58,10 @@ def run_with_gradients(
     indices: segment_ids or cu_seqlens, or empty.
     implementation: name of the implementation.
     options: further keyword arguments of `kda`, as sorted pairs.
+    compiler_options: options of the XLA compiler, as pairs.
   """
-
-  def run(inputs):
-    return api.kda(
-      **inputs,
-      **indices,
-      **dict(options),
-      return_final_state=True,
-      implementation=implementation,
-    )
-
-  outputs, pull = jax.vjp(run, inputs)
-  (gradients,) = pull(cotangents)
-  return outputs, gradients
+  program = _program(implementation, options, compiler_options)
+  return program(inputs, cotangents, indices)
 
 
 def compare_with_reference(
@@ -61,6 +72,7 @@ def compare_with_reference(
   segment_ids: jax.Array | None = None,
   cu_seqlens: jax.Array | None = None,
   seed: int = 0,
+  compiler_options: tuple[tuple[str, Any], ...] = (),
   **options: Any,
 ) -> dict[str, float]:
   """Errors of outputs, final state and all gradients against the reference.
@@ -75,6 +87,7 @@ def compare_with_reference(
     segment_ids: int32 [B, T] or None.
     cu_seqlens: int32 [N + 1] or None.
     seed: of the random gradients of outputs and states.
+    compiler_options: options of the XLA compiler, as pairs.
     **options: further keyword arguments of `kda`.
 
   Returns:
@@ -98,10 +111,20 @@ def compare_with_reference(
   d_final = jax.random.normal(keys[1], state_shape, jnp.float32)
 
   (o, final), gradients = run_with_gradients(
-    inputs, (d_o, d_final), indices, implementation, options
+    inputs,
+    (d_o, d_final),
+    indices,
+    implementation,
+    options,
+    compiler_options,
   )
   (expected_o, expected_final), expected = run_with_gradients(
-    exact, (d_o.astype(jnp.float32), d_final), indices, 'reference', options
+    exact,
+    (d_o.astype(jnp.float32), d_final),
+    indices,
+    'reference',
+    options,
+    compiler_options,
   )
   errors = {name: relative_rms(gradients[name], expected[name])
             for name in inputs}

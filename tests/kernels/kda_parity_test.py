@@ -4,13 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from pallas_kernels.kda import IMPLEMENTATIONS, agreement, arg_specs
 
 COMPARED = tuple(name for name in IMPLEMENTATIONS if name != 'reference')
 # Part of the suite now, so that a kernel is held to it from its first day.
 REFUSING = ('mosaic_tpu', 'mosaic_gpu')
+
+# Compiles in a quarter of the time; only the two tests of the hardest numbers
+# run the program as it is meant to be optimised.
+QUICK = (('xla_backend_optimization_level', 0),)
 
 TINY = arg_specs.SPECS['tiny']
 HARD_GATES = ('no_decay', 'logits_of_30')
@@ -39,7 +43,8 @@ def without(inputs, *names):
 
 class KdaParityTest(parameterized.TestCase):
 
-  def check(self, inputs, implementation, hard=False, **kwargs):
+  def check(self, inputs, implementation, hard=False, quick=True, **kwargs):
+    kwargs['compiler_options'] = QUICK if quick else ()
     if implementation in REFUSING:
       with self.assertRaisesRegex(NotImplementedError, implementation):
         agreement.compare_with_reference(inputs, implementation, **kwargs)
@@ -50,6 +55,9 @@ class KdaParityTest(parameterized.TestCase):
     bounds = dict.fromkeys(errors, bound)
     if inputs['q'].dtype == jnp.float32:
       bounds['g'] = max(bound, 5e-5)
+    elif 'A_log' in bounds:
+      # One number a head, a sum of random signs that may nearly cancel.
+      bounds['A_log'] = 1e-2
     for name, error in errors.items():
       self.assertLess(error, bounds[name], f'{name}: {errors}')
 
@@ -61,7 +69,8 @@ class KdaParityTest(parameterized.TestCase):
   def test_gate_regimes(self, implementation, gate, dtype):
     spec = arg_specs.ArgSpec(2, 150, 2, 4, 64, 32, dtype)
     inputs = make_inputs(spec, gate)
-    self.check(inputs, implementation, hard=gate in HARD_GATES)
+    hard = gate in HARD_GATES
+    self.check(inputs, implementation, hard=hard, quick=False)
 
   @parameterized.product(implementation=COMPARED, tokens=(1, 15, 63, 1000))
   def test_lengths(self, implementation, tokens):
@@ -149,4 +158,8 @@ class KdaParityTest(parameterized.TestCase):
       inputs['k'] = jnp.repeat(inputs['k'][:, ::32], 32, axis=1)
       inputs['g'] = inputs['g'] - 6
       inputs['beta'] = jnp.abs(inputs['beta']) + 1
-    self.check(inputs, implementation, hard=True)
+    self.check(inputs, implementation, hard=True, quick=False)
+
+
+if __name__ == '__main__':
+  absltest.main()
