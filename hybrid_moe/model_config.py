@@ -8,6 +8,14 @@ import dataclasses
 from hybrid_moe.checks import require
 
 MIXERS = ('kda', 'mla', 'local')
+KDA_PRECISIONS = ('fast', 'default', 'high', 'highest')
+KDA_IMPLEMENTATIONS = (
+  'auto',
+  'reference',
+  'chunked_xla',
+  'mosaic_tpu',
+  'mosaic_gpu',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +36,8 @@ class KdaConfig:
       ablation: it is unbounded and runs on a slower path.
     gate_lower_bound: least log-decay of a token, in [-5, 0).
     allow_neg_eigval: write strengths up to 2 instead of 1.
-    precision: 'fast', 'default', 'high' or 'highest', as the kernel takes it.
-    implementation: 'auto', or one of the kernel's implementations.
+    precision: one of `KDA_PRECISIONS`, as the kernel takes it.
+    implementation: one of `KDA_IMPLEMENTATIONS`; 'auto' lets the kernel pick.
   """
 
   num_heads: int = 4
@@ -59,7 +67,7 @@ class KdaConfig:
       value = getattr(self, field)
       require(32 <= value <= 256, f'model.kda.{field}', value, '32 to 256')
     require(
-      self.value_heads % self.num_heads == 0,
+      self.num_value_heads >= 0 and self.value_heads % self.num_heads == 0,
       'model.kda.num_value_heads',
       self.num_value_heads,
       f'0 or a multiple of num_heads={self.num_heads}',
@@ -72,6 +80,20 @@ class KdaConfig:
       self.gate_lower_bound,
       'a number in [-5, 0): 16 rows of a tile must stay inside float32',
     )
+    require(
+      self.output_gate_rank >= 0,
+      'model.kda.output_gate_rank',
+      self.output_gate_rank,
+      '>= 0',
+    )
+    for field, accepted in (
+      ('precision', KDA_PRECISIONS),
+      ('implementation', KDA_IMPLEMENTATIONS),
+    ):
+      value = getattr(self, field)
+      require(
+        value in accepted, f'model.kda.{field}', value, f'one of {accepted}'
+      )
 
   @property
   def value_heads(self) -> int:

@@ -94,7 +94,7 @@ class EvalConfig:
       only.
     num_batches: batches of an evaluation.
     sample_tokens: length of the text sampled for the report.
-    sample_prompt: text that the sample continues.
+    sample_prompt: text that the sample continues; not empty.
   """
 
   every_steps: int = 50
@@ -107,6 +107,12 @@ class EvalConfig:
     require(self.num_batches >= 1, 'eval.num_batches', self.num_batches, '>= 1')
     require(
       self.sample_tokens >= 0, 'eval.sample_tokens', self.sample_tokens, '>= 0'
+    )
+    require(
+      self.sample_prompt != '' or self.sample_tokens == 0,
+      'eval.sample_prompt',
+      self.sample_prompt,
+      'some text, or eval.sample_tokens=0',
     )
 
 
