@@ -126,8 +126,9 @@ def compare_with_reference(
     options,
     compiler_options,
   )
-  errors = {name: relative_rms(gradients[name], expected[name])
-            for name in inputs}
+  errors = {
+    name: relative_rms(gradients[name], expected[name]) for name in inputs
+  }
   errors['o'] = relative_rms(o, expected_o)
   errors['final'] = relative_rms(final, expected_final)
   return errors

@@ -123,7 +123,9 @@ def kda(
     NotImplementedError: the implementation or cp_axis is not available.
   """
   arrays = operands.Operands(q, k, v, g, beta, A_log, dt_bias, h0)
-  checks.check_choice('implementation', implementation, (None, *IMPLEMENTATIONS))
+  checks.check_choice(
+    'implementation', implementation, (None, *IMPLEMENTATIONS)
+  )
   checks.check_choice('state_layout', state_layout, ('kv', 'vk'))
   checks.check_settings(lower_bound, precision, beta_sigmoid, allow_neg_eigval)
   checks.check_arrays(arrays, segment_ids, cu_seqlens, state_layout)

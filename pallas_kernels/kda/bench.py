@@ -44,9 +44,7 @@ def make_programs(
   """Jitted forward and forward with backward over a dict of inputs."""
 
   def forward(inputs):
-    return api.kda(
-      **inputs, implementation=implementation, precision=precision
-    )
+    return api.kda(**inputs, implementation=implementation, precision=precision)
 
   def total(inputs):
     return jnp.sum(forward(inputs).astype(jnp.float32))
@@ -61,8 +59,10 @@ def main(argv: Sequence[str]) -> None:
   inputs = jax.jit(functools.partial(arg_specs.make_inputs, spec))()
   tokens = spec.batch * spec.tokens
   print(f'{_SPEC.value}: {spec} on {jax.devices()[0].device_kind}')
-  print(f'{"implementation":<16}{"pass":<18}{"median ms":>12}'
-        f'{"tokens/s":>14}{"ratio":>8}')
+  print(
+    f'{"implementation":<16}{"pass":<18}{"median ms":>12}'
+    f'{"tokens/s":>14}{"ratio":>8}'
+  )
   first = {}
   for name in _IMPLEMENTATIONS.value:
     programs = make_programs(name, _PRECISION.value)
@@ -70,8 +70,10 @@ def main(argv: Sequence[str]) -> None:
       seconds = time_call(program, inputs, _REPEATS.value)
       median = statistics.median(seconds)
       first.setdefault(label, median)
-      print(f'{name:<16}{label:<18}{median * 1e3:>12.2f}'
-            f'{tokens / median:>14.0f}{first[label] / median:>8.2f}')
+      print(
+        f'{name:<16}{label:<18}{median * 1e3:>12.2f}'
+        f'{tokens / median:>14.0f}{first[label] / median:>8.2f}'
+      )
 
 
 if __name__ == '__main__':

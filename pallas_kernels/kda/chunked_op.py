@@ -34,7 +34,7 @@ def kda_chunked_xla(
 ) -> tuple[jax.Array, jax.Array]:
   """Runs KDA in chunks; arguments and results as `kda_reference`."""
   tiles = tile.TileConfig()
-  batch, tokens, heads, num_values = arrays.v_BTHV.shape
+  batch, tokens, heads = arrays.v_BTHV.shape[:3]
   if packing.cu_seqlens is not None:
     return _run_sequences(arrays, packing.cu_seqlens, config, tiles)
   blocks, chunks = tiles.split_tokens(tokens, batch * heads)

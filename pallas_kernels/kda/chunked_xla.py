@@ -132,9 +132,7 @@ def make_blocks(
 
 def block_activations(q, k, g, A_log_H, dt_bias_HK, valid, config):
   """Scaled q, k and log decay of a block, float32 [N, B, HV, C, K]."""
-  activated = gate.activate_qkg(
-    q, k, g, A_log_H, dt_bias_HK, valid, config.kda
-  )
+  activated = gate.activate_qkg(q, k, g, A_log_H, dt_bias_HK, valid, config.kda)
   return tuple(to_chunks(x, config.chunks) for x in activated)
 
 

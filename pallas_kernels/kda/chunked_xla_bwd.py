@@ -76,9 +76,7 @@ def kda_backward(
     d_new_v = d_values + products.dot(
       '...kc,...kv->...cv', ops.k_exit, d_exit, dtypes.state
     )
-    d_write = products.dot(
-      '...dc,...dv->...cv', inverse, d_new_v, dtypes.solve
-    )
+    d_write = products.dot('...dc,...dv->...cv', inverse, d_new_v, dtypes.solve)
     d_state = ops.decay[..., None] * d_exit + d_read
     d_state -= products.dot(
       '...ck,...cv->...kv', ops.k_entry, beta * d_write, dtypes.state
@@ -140,9 +138,7 @@ def kda_backward(
     d_v = beta * d_write
     rows = jnp.concatenate([d_o, -d_v], axis=-2)
     chunk = config.tiles.chunk
-    d_scores = products.dot(
-      '...cv,...dv->...cd', rows, new_v, dtypes.output
-    )
+    d_scores = products.dot('...cv,...dv->...cd', rows, new_v, dtypes.output)
     d_entry = products.dot(
       '...cv,...kv->...ck', rows, entry_states, dtypes.state
     )
@@ -153,9 +149,7 @@ def kda_backward(
         qk=d_scores[..., :chunk, :],
         q_entry=d_entry[..., :chunk, :],
         k_entry=d_entry[..., chunk:, :],
-        k_exit=products.dot(
-          '...cv,...kv->...ck', new_v, d_exit, dtypes.state
-        ),
+        k_exit=products.dot('...cv,...kv->...ck', new_v, d_exit, dtypes.state),
         decay=d_decay,
       ),
       masks,

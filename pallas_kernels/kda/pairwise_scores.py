@@ -53,26 +53,21 @@ def pairwise_operands(
   prefix = None
   strips, entries = [], []
   for i in range(chunk // tile):
+    q_i, k_i, g_i = (x[..., i, :, :] for x in (rows_q, rows_k, rows_g))
     scale = jnp.exp(inclusive[..., i, :, :])
-    left = jnp.concatenate([rows_q[..., i, :, :], rows_k[..., i, :, :]], -2)
+    left = jnp.concatenate([q_i, k_i], axis=-2)
     strip = jnp.concatenate(
-      [
-        diagonal_scores(x[..., i, :, :], rows_k[..., i, :, :], rows_g[..., i, :, :])
-        for x in (rows_q, rows_k)
-      ],
-      axis=-2,
+      [diagonal_scores(q_i, k_i, g_i), diagonal_scores(k_i, k_i, g_i)], axis=-2
     )
     if prefix is not None:
       decayed = left * jnp.concatenate([scale, scale], axis=-2)
-      before = products.dot(
-        '...ik,...jk->...ij', decayed, prefix, jnp.float32
-      )
+      before = products.dot('...ik,...jk->...ij', decayed, prefix, jnp.float32)
       strip = jnp.concatenate([before, strip], axis=-1)
     unused = chunk - strip.shape[-1]
     strips.append(jnp.pad(strip, [(0, 0)] * (strip.ndim - 1) + [(0, unused)]))
     entries.append(jnp.exp(leading + inclusive[..., i, :, :]))
     leading = leading + total[..., i, :, :]
-    columns = rows_k[..., i, :, :] * jnp.exp(after[..., i, :, :])
+    columns = k_i * jnp.exp(after[..., i, :, :])
     if prefix is None:
       prefix = columns
     else:

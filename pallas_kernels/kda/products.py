@@ -59,8 +59,8 @@ def choose_dtypes(precision: str, dtype) -> ProductDtypes:
 
   Args:
     precision: 'fast' rounds every operand to bfloat16; 'default' only those of
-      the scores and of gradients through them; 'high' only those of the gradients;
-      'highest' none.
+      the scores and of gradients through them; 'high' only those of the
+      gradients; 'highest' none.
     dtype: dtype of q, k and v. With float32 no operand is ever rounded.
   """
   level = PRECISIONS.index(precision)

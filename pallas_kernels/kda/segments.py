@@ -25,9 +25,7 @@ def count_documents(segment_ids_BT: jax.Array) -> jax.Array:
   last_BT = jax.lax.cummax(jnp.where(real_BT, index_BT, -1), axis=1)
   before_BT = jnp.pad(last_BT, ((0, 0), (1, 0)), constant_values=-1)
   before_BT = before_BT[:, :tokens]
-  id_BT = jnp.take_along_axis(
-    segment_ids_BT, jnp.maximum(before_BT, 0), axis=1
-  )
+  id_BT = jnp.take_along_axis(segment_ids_BT, jnp.maximum(before_BT, 0), axis=1)
   changes_BT = real_BT & (before_BT >= 0) & (id_BT != segment_ids_BT)
   return jnp.cumsum(changes_BT, axis=1, dtype=jnp.int32)
 

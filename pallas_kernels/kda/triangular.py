@@ -38,9 +38,7 @@ def invert_blocks(lower: jax.Array) -> jax.Array:
   return jnp.moveaxis(rows, (0, 1), (-2, -1))
 
 
-def merge_blocks(
-  lower: jax.Array, inverse: jax.Array, dtype
-) -> jax.Array:
+def merge_blocks(lower: jax.Array, inverse: jax.Array, dtype) -> jax.Array:
   """Joins neighbouring inverted diagonal blocks in pairs.
 
   [[A, 0], [N, D]]^-1 = [[A^-1, 0], [-D^-1 N A^-1, D^-1]].

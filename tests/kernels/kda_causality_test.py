@@ -11,7 +11,6 @@ TOKENS = 150
 
 
 class KdaCausalityTest(parameterized.TestCase):
-
   @parameterized.product(
     implementation=('reference', 'chunked_xla'),
     lower_bound=(-5.0, None),

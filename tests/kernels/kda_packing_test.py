@@ -1,6 +1,7 @@
 """Documents, padding and packed sequences in KDA."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,6 @@ def run(inputs, implementation, **kwargs):
 
 
 class KdaSegmentsTest(parameterized.TestCase):
-
   def check(self, errors, bound=2e-5):
     for name, error in errors.items():
       limit = max(bound, 5e-5) if name == 'g' else bound
@@ -102,7 +102,7 @@ class KdaSegmentsTest(parameterized.TestCase):
         self.assertTrue(bool(jnp.all(jnp.isfinite(gradient))), name)
 
   def test_many_documents_with_unbounded_gate(self):
-    ids = segment_row((3, 40, 1, 16, 70))
+    ids = segment_row((3, 20, 1, 16, 30))
     inputs = make_inputs(ids.shape[1])
     self.check(
       agreement.compare_with_reference(
@@ -120,15 +120,13 @@ class KdaSegmentsTest(parameterized.TestCase):
     inputs = make_inputs(sum(lengths))
     o, final = run(inputs, implementation, segment_ids=segment_row(lengths))
     starts = np.cumsum((0, *lengths))
-    for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:])):
+    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
       alone = cut(inputs, start, stop)
       if i:
         alone['h0'] = jnp.zeros_like(alone['h0'])
-      expected, last = run(alone, implementation)
-      self.assertLess(
-        agreement.relative_rms(o[:, start:stop], expected), 1e-6
-      )
-    self.assertLess(agreement.relative_rms(final, last), 1e-6)
+      expected, last = run(alone, 'reference')
+      self.assertLess(agreement.relative_rms(o[:, start:stop], expected), 2e-6)
+    self.assertLess(agreement.relative_rms(final, last), 2e-6)
 
   @parameterized.parameters(*RUNNING)
   def test_padding_inside_a_document_changes_nothing(self, implementation):
@@ -136,7 +134,8 @@ class KdaSegmentsTest(parameterized.TestCase):
     whole, final = run(inputs, implementation)
     gap = {
       name: jnp.concatenate([x[:, :30], x[:, :50], x[:, 30:]], axis=1)
-      if name in TOKEN_ARRAYS else x
+      if name in TOKEN_ARRAYS
+      else x
       for name, x in inputs.items()
     }
     ids = jnp.ones((1, 150), jnp.int32).at[:, 30:80].set(0)
@@ -150,7 +149,7 @@ class KdaSegmentsTest(parameterized.TestCase):
     inputs = make_inputs(190)
     whole, final = run(inputs, implementation)
     pieces, state = [], inputs['h0']
-    for start, stop in ((0, 50), (50, 51), (51, 190)):
+    for start, stop in ((0, 94), (94, 96), (96, 190)):
       piece = {**cut(inputs, start, stop), 'h0': state}
       o, state = run(piece, implementation)
       pieces.append(o)
@@ -178,7 +177,6 @@ class KdaSegmentsTest(parameterized.TestCase):
 
 
 class KdaSequencesTest(parameterized.TestCase):
-
   # Empty sequences first, inside and last; one of exactly a chunk.
   LENGTHS = (0, 15, 0, 0, 64, 130, 1, 0)
 
@@ -201,17 +199,15 @@ class KdaSequencesTest(parameterized.TestCase):
   def test_sequences_equal_separate_calls(self, implementation):
     inputs, bounds = self.make()
     o, final = run(inputs, implementation, cu_seqlens=bounds)
-    for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
       alone = cut(inputs, int(start), int(stop))
       alone['h0'] = inputs['h0'][i][None]
       if start == stop:
         np.testing.assert_array_equal(final[i], inputs['h0'][i])
         continue
-      expected, last = run(alone, implementation)
-      self.assertLess(
-        agreement.relative_rms(o[:, start:stop], expected), 1e-6
-      )
-      self.assertLess(agreement.relative_rms(final[i], last[0]), 1e-6)
+      expected, last = run(alone, 'reference')
+      self.assertLess(agreement.relative_rms(o[:, start:stop], expected), 2e-6)
+      self.assertLess(agreement.relative_rms(final[i], last[0]), 2e-6)
 
   @parameterized.parameters(*RUNNING)
   def test_sequences_equal_segments(self, implementation):

@@ -42,7 +42,6 @@ def without(inputs, *names):
 
 
 class KdaParityTest(parameterized.TestCase):
-
   def check(self, inputs, implementation, hard=False, quick=True, **kwargs):
     kwargs['compiler_options'] = QUICK if quick else ()
     if implementation in REFUSING:
@@ -84,9 +83,7 @@ class KdaParityTest(parameterized.TestCase):
     spec = arg_specs.ArgSpec(1, 90, 1, 1, *dims)
     self.check(make_inputs(spec), implementation)
 
-  @parameterized.product(
-    implementation=COMPARED, dtype=('float32', 'bfloat16')
-  )
+  @parameterized.product(implementation=COMPARED, dtype=('float32', 'bfloat16'))
   def test_beta_up_to_two(self, implementation, dtype):
     spec = arg_specs.ArgSpec(2, 150, 2, 4, 64, 32, dtype)
     self.check(make_inputs(spec), implementation, allow_neg_eigval=True)
@@ -109,10 +106,10 @@ class KdaParityTest(parameterized.TestCase):
       state_layout='kv',
     )
 
-  @parameterized.product(implementation=COMPARED, lower_bound=(-0.5, -2.0))
-  def test_other_lower_bounds(self, implementation, lower_bound):
+  @parameterized.parameters(*COMPARED)
+  def test_another_lower_bound(self, implementation):
     spec = arg_specs.ArgSpec(1, 63, 1, 1, 32, 32)
-    self.check(make_inputs(spec), implementation, lower_bound=lower_bound)
+    self.check(make_inputs(spec), implementation, lower_bound=-1.5)
 
   @parameterized.parameters(*COMPARED)
   def test_softplus_gate(self, implementation):
@@ -128,18 +125,15 @@ class KdaParityTest(parameterized.TestCase):
     inputs['A_log'] = jnp.asarray([-3.0, 0.0, 1.5, 3.0])
     self.check(inputs, implementation)
 
-  @parameterized.product(
-    implementation=COMPARED, precision=('fast', 'high', 'highest')
-  )
+  @parameterized.product(implementation=COMPARED, precision=('fast', 'highest'))
   def test_precisions(self, implementation, precision):
     spec = arg_specs.ArgSpec(1, 100, 2, 2, 64, 64, 'bfloat16')
     self.check(
-      make_inputs(spec),
+      without(make_inputs(spec), 'A_log'),
       implementation,
       hard=precision == 'fast',
       precision=precision,
     )
-
 
   @parameterized.product(
     implementation=COMPARED,

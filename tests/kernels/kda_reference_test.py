@@ -1,4 +1,4 @@
-"""The KDA reference itself, against float64 loops written from the equations."""
+"""The KDA reference itself, against float64 loops."""
 
 import functools
 
@@ -50,7 +50,6 @@ def in_float64(inputs):
 
 
 class KdaReferenceTest(parameterized.TestCase):
-
   @parameterized.parameters(*IMPLEMENTATIONS)
   def test_every_implementation_runs_or_says_why_not(self, implementation):
     inputs = make_inputs()
@@ -107,9 +106,7 @@ class KdaReferenceTest(parameterized.TestCase):
       behind = loss({**exact, name: exact[name] - 1e-5 * direction})
       slope = np.sum(np.asarray(gradient, np.float64) * direction)
       scale = np.linalg.norm(gradient)
-      self.assertLess(
-        abs(slope - (ahead - behind) / 2e-5) / scale, 1e-4, name
-      )
+      self.assertLess(abs(slope - (ahead - behind) / 2e-5) / scale, 1e-4, name)
 
 
 if __name__ == '__main__':

@@ -48,7 +48,6 @@ def single_device_gradients(implementation):
 
 
 class KdaTransformsTest(parameterized.TestCase):
-
   def assert_gradients_close(self, gradients, expected, bound=2e-6):
     for name, gradient in gradients.items():
       error = agreement.relative_rms(gradient, expected[name])
