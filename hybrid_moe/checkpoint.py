@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -205,7 +205,11 @@ class Checkpoints:
     if jax.process_index() == 0:
       self._files.delete_surplus(self._config.keep_last)
 
-  def restore_newest(self, abstract_state: Any) -> Restored | None:
+  def restore_newest(
+    self,
+    abstract_state: Any,
+    check_meta: Callable[[dict[str, Any]], None] = lambda meta: None,
+  ) -> Restored | None:
     """Restores the newest checkpoint that is whole and unchanged.
 
     All processes come to the same choice. Release a live state before calling,
@@ -215,6 +219,8 @@ class Checkpoints:
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings (or of
         arrays): structure, shapes and dtypes that the checkpoint must have,
         and where its arrays go. Any mesh and device count will do.
+      check_meta: is given the meta data before the arrays are looked at, and
+        raises if the checkpoint is of another run.
 
     Returns:
       The checkpoint, or None if there is none at all.
@@ -238,7 +244,7 @@ class Checkpoints:
     damaged: list[tuple[int, str]] = []
     for entry in map(Entry, reversed(steps), reversed(attempts)):
       path = self._files.path(entry)
-      arrays, meta, reason = _read(path, expected)
+      arrays, meta, reason = _read(path, expected, check_meta)
       if jax.process_index() == 0:
         self._files.note_damage(entry, reason)
       if reason is None:
@@ -256,7 +262,9 @@ class Checkpoints:
 
 
 def _read(
-  path: pathlib.Path, expected: Mapping[str, Any]
+  path: pathlib.Path,
+  expected: Mapping[str, Any],
+  check_meta: Callable[[dict[str, Any]], None],
 ) -> tuple[list[jax.Array], dict[str, Any], str | None]:
   """Arrays in the order of `expected`, meta data, and what is damaged."""
   manifest, reason = {}, None
@@ -266,6 +274,7 @@ def _read(
     reason = f'manifest: {_root_cause(error)}'
   if (reason := any_process_text(reason)) is not None:
     return [], {}, reason
+  check_meta(manifest['meta'])
   _require_same_arrays(path, manifest['arrays'], expected)
   arrays = {}
   try:

@@ -182,6 +182,16 @@ class RollbackLedger:
     if write:
       self._write()
 
+  def clear(self, *, write: bool) -> None:
+    """Forgets the roll-backs, for a run that starts from the beginning.
+
+    Args:
+      write: whether this process removes the file; one process does.
+    """
+    self._entries = []
+    if write:
+      self._path.unlink(missing_ok=True)
+
   def position_after(self, step: int, default: int) -> int:
     """Where the data continues after restoring a checkpoint.
 

@@ -13,6 +13,8 @@ from hybrid_moe.extension import Stability
 _FREE_FIELDS = ('eval', 'checkpoint', 'memory', 'log_every')
 _FREE_STAGE_FIELDS = ('mesh', 'remat', 'micro_batches')
 _FREE_DATA_FIELDS = ('data_dir', 'tfds_dir')
+# Differences that an error names.
+_MAX_NAMED = 4
 
 
 @dataclasses.dataclass
@@ -60,22 +62,28 @@ class RunPosition:
     return {'position': values, 'config': _identity(config)}
 
   @classmethod
-  def from_meta(cls, meta: dict[str, Any], config: ExperimentConfig) -> Self:
-    """Reads a checkpoint's meta data.
-
-    Raises:
-      ConfigError: the checkpoint's run had another configuration.
-    """
-    changes = _differences('', meta['config'], _identity(config))
-    if changes:
-      raise ConfigError(
-        'the checkpoints in this workdir are of another configuration:\n'
-        + '\n'.join(f'  {change}' for change in changes)
-        + '\naccepted is the same configuration, or another workdir'
-      )
+  def from_meta(cls, meta: dict[str, Any]) -> Self:
+    """Reads what `to_meta` wrote."""
     values = dict(meta['position'])
     values['stability'] = Stability.from_json(values['stability'])
     return cls(**values)
+
+
+def require_same_config(meta: dict[str, Any], config: ExperimentConfig) -> None:
+  """Checks that a checkpoint is of this experiment.
+
+  Raises:
+    ConfigError: its run had another configuration; names the fields.
+  """
+  changes = _differences('', meta['config'], _identity(config))
+  if changes:
+    more = len(changes) - _MAX_NAMED
+    raise ConfigError(
+      '; '.join(changes[:_MAX_NAMED])
+      + (f'; and {more} more fields' if more > 0 else '')
+      + ': the checkpoints in this workdir are of another configuration; '
+      'accepted is the same one, or another workdir'
+    )
 
 
 def _identity(config: ExperimentConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ own step before it and the data position of the next one in it.
 
 import dataclasses
 import os
-import tempfile
 import time
 
 import jax
@@ -18,7 +17,6 @@ from jax.experimental import multihost_utils
 
 from hybrid_moe import extension, health, memory_plan, metrics, run_summary
 from hybrid_moe.checkpoint import Checkpoints
-from hybrid_moe.checks import ConfigError
 from hybrid_moe.config import ExperimentConfig
 from hybrid_moe.data.pipeline import StageData, prepare_stage
 from hybrid_moe.data.tokenizer import check_vocabulary, load_tokenizer
@@ -26,10 +24,11 @@ from hybrid_moe.evaluation import evaluate
 from hybrid_moe.mesh import make_mesh
 from hybrid_moe.preemption import PreemptionSignal
 from hybrid_moe.progress import Progress
-from hybrid_moe.run_position import RunPosition
+from hybrid_moe.run_position import RunPosition, require_same_config
 from hybrid_moe.stage import StageProgram, compile_stage
 from hybrid_moe.step_log import BadSteps, StepLog
 from hybrid_moe.train_state import TrainState, abstract_state, init_state
+from hybrid_moe.workdir import open_workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,27 +64,10 @@ def run(config: ExperimentConfig, workdir: str) -> RunResult:
       be written.
     RollbackError: the loss did not recover after several roll-backs.
   """
-  check_workdir(workdir)
-  runner = _Runner(config, workdir)
-  with PreemptionSignal() as signal, runner.checkpoints:
-    return runner.run(signal)
-
-
-def check_workdir(workdir: str) -> None:
-  """Creates the folder and writes to it.
-
-  Raises:
-    ConfigError: that is not possible.
-  """
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=workdir):
-      pass
-  except OSError as error:
-    raise ConfigError(
-      f'workdir={workdir!r}: accepted is a folder that can be written to '
-      f'({error})'
-    ) from error
+  with open_workdir(workdir):
+    runner = _Runner(config, workdir)
+    with PreemptionSignal() as signal, runner.checkpoints:
+      return runner.run(signal)
 
 
 @dataclasses.dataclass
@@ -206,11 +188,12 @@ class _Runner:
     """The newest good checkpoint, if there is any."""
     mesh = make_mesh(self.config.stages[0].mesh)
     restored = self.checkpoints.restore_newest(
-      abstract_state(self.config, mesh)
+      abstract_state(self.config, mesh),
+      lambda meta: require_same_config(meta, self.config),
     )
     if restored is None:
       return None
-    position = RunPosition.from_meta(restored.meta, self.config)
+    position = RunPosition.from_meta(restored.meta)
     _say(
       f'continuing from step {restored.step}, stage '
       f'{self.config.stages[position.stage_index].name!r}'
@@ -219,6 +202,8 @@ class _Runner:
 
   def _begin(self, position: RunPosition) -> TrainState:
     """Initial state, evaluated, and saved as one to go back to."""
+    # Roll-backs of a run whose checkpoints were removed are not this one's.
+    self.ledger.clear(write=jax.process_index() == 0)
     with jax.set_mesh(self.program(0).mesh):
       state = init_state(self.config, jax.random.key(self.config.seed))
     state = self._enter_stage(state, position)
@@ -282,9 +267,9 @@ class _Runner:
       device_kind=device.device_kind,
     )
     log = StepLog(self.config, position.stage_index, self.writer, progress)
-    is_save_due = is_stopped = False
+    is_save_due = is_stopped = is_over = False
     try:
-      while not is_stopped and not self._is_stage_over(position):
+      while not is_stopped and not is_over:
         batch = program.put_training_batch(next(batches))
         state, values = program.step(state, batch)
         position.advance(stage.step_tokens)
@@ -295,24 +280,25 @@ class _Runner:
           log.flush()
           self._evaluate(state, position, log.load_LE, is_stage_end=is_last)
           log.restart_clock()
+        is_over = self._is_stage_over(position)
         is_stopped = signal.should_stop(position.step)
         is_save_due |= self.checkpoints.due(position.step, time.monotonic())
         # A state inside a run of bad steps is a poor one to go back to.
         if is_stopped or (is_save_due and log.flush()):
           log.flush()
-          if not is_last:
+          if not is_over:
             self._save(state, position, is_stage_end=False, wait=is_stopped)
           is_save_due = False
           log.restart_clock()
     finally:
       progress.close()
       batches.close()
-    if is_stopped and not self._is_stage_over(position):
+    if not is_over:
       _say(f'stopped at step {position.step}; the same command continues')
       return state, True
     position.is_stage_done = True
-    is_over = self._is_over(position)
-    self._save(state, position, is_stage_end=True, wait=is_stopped or is_over)
+    is_last_save = is_stopped or self._is_over(position)
+    self._save(state, position, is_stage_end=True, wait=is_last_save)
     return state, is_stopped
 
   def _planned_steps(self, position: RunPosition) -> int:
