@@ -9,7 +9,7 @@ import sys
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
 from hybrid_moe.checkpoint_files import CheckpointError
 from hybrid_moe.checks import ConfigError
@@ -44,10 +44,13 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     sys.exit(f'unknown arguments: {argv[1:]}')
   logging.use_absl_handler()
+  # What a person needs is printed; libraries say much more at lower levels.
+  if not flags.FLAGS['verbosity'].present:
+    logging.set_verbosity(logging.WARNING)
   if _DISTRIBUTED.value:
     jax.distributed.initialize()
   try:
-    config = config_from_dict(_CONFIG.value)
+    config = config_from_dict(_load_config())
     result = run(config, _WORKDIR.value)
   except (
     ConfigError,
@@ -60,5 +63,31 @@ def main(argv: list[str]) -> None:
     sys.exit(_STOPPED)
 
 
+def _load_config() -> config_dict.ConfigDict:
+  try:
+    # The flag reports a file that it could not read when it is first used.
+    _CONFIG.value.keys()
+  except OSError as error:
+    name = flags.FLAGS['config'].config_filename
+    raise ConfigError(
+      f'--config={name!r}: accepted is the path of a configuration file'
+    ) from error
+  return _CONFIG.value
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses the command line; a mistake in it ends the process in a line."""
+  overrides = [arg for arg in argv if arg.startswith('--config.')]
+  try:
+    return app.parse_flags_with_usage(argv)
+  except ConfigError as error:
+    sys.exit(f'{type(error).__name__}: {error}')
+  except (AttributeError, LookupError) as error:
+    # How a ConfigDict and a tuple say that they lack what a flag names.
+    if not overrides:
+      raise
+    sys.exit(f'no such field ({error}) in {" ".join(overrides)}')
+
+
 if __name__ == '__main__':
-  app.run(main)
+  app.run(main, flags_parser=_parse_flags)
