@@ -183,7 +183,9 @@ class RollbackLedger:
       self._write()
 
   def clear(self, *, write: bool) -> None:
-    """Forgets the roll-backs, for a run that starts from the beginning.
+    """Forgets all roll-backs, for a run that starts from the beginning.
+
+    They are those of a run whose checkpoints were removed.
 
     Args:
       write: whether this process removes the file; one process does.

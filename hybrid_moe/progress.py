@@ -106,6 +106,13 @@ class Progress:
       self._print_line(shown, step_s)
     return perf
 
+  def extend(self, num_steps: int) -> None:
+    """Takes in that the stage is now planned to have `num_steps` steps."""
+    self._num_steps = num_steps
+    if self._bar is not None:
+      self._bar.total = num_steps
+      self._bar.refresh()
+
   def close(self) -> None:
     """Leaves the bar as it stands."""
     if self._bar is not None:

@@ -62,8 +62,13 @@ class RunPosition:
     return {'position': values, 'config': _identity(config)}
 
   @classmethod
-  def from_meta(cls, meta: dict[str, Any]) -> Self:
-    """Reads what `to_meta` wrote."""
+  def from_meta(cls, meta: dict[str, Any], config: ExperimentConfig) -> Self:
+    """Reads what `to_meta` wrote.
+
+    Raises:
+      ConfigError: the checkpoint's run had another configuration.
+    """
+    require_same_config(meta, config)
     values = dict(meta['position'])
     values['stability'] = Stability.from_json(values['stability'])
     return cls(**values)

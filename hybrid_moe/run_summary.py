@@ -65,10 +65,12 @@ def finish(
     validation: batches of the stage in progress.
     mesh: of the state.
     state: samples are drawn from it, by all processes together.
-    is_complete: whether all stages came to their end.
+    is_complete: whether all stages came to their end; if not, no sample is
+      drawn and no bigram model fitted.
   """
   text = ''
-  if config.eval.sample_tokens:
+  # A run that was told to stop has no time for a sample or a baseline.
+  if is_complete and config.eval.sample_tokens:
     prompt = tokenizer.encode(config.eval.sample_prompt)
     with jax.set_mesh(mesh):
       ids = sample(
@@ -85,7 +87,9 @@ def finish(
   if jax.process_index() != 0:
     return
   records = metrics.read_metrics(workdir)
-  bigram_loss = _bigram_loss(config, data, validation)
+  bigram_loss = None
+  if is_complete:
+    bigram_loss = _bigram_loss(config, data, validation)
   facts = {
     report.NAME: os.path.basename(os.path.abspath(workdir)),
     report.IS_COMPLETE: is_complete,
@@ -124,22 +128,24 @@ def _stage_facts(
 ) -> list[dict[str, Any]]:
   programs = _load_programs(pathlib.Path(workdir) / _PROGRAMS_FILE)
   facts = []
+  before = 0
   for stage in config.stages:
-    steps = sum(
-      1
-      for r in records
-      if r[metrics.KIND] == metrics.TRAIN and r[metrics.STAGE] == stage.name
+    # Not every step is recorded; the evaluation at a stage's end is.
+    last = max(
+      (r[metrics.STEP] for r in records if r[metrics.STAGE] == stage.name),
+      default=before,
     )
     fact = {
       report.STAGE_NAME: stage.name,
       report.SEQ_LEN: stage.seq_len,
-      report.STEPS: steps * config.log_every,
-      report.STAGE_TOKENS: steps * config.log_every * stage.step_tokens,
+      report.STEPS: last - before,
+      report.STAGE_TOKENS: (last - before) * stage.step_tokens,
       **programs.get(stage.name, {}),
     }
     if report.MEMORY in fact:
       fact[report.MEMORY] = MemoryReport(**fact[report.MEMORY])
     facts.append(fact)
+    before = last
   return facts
 
 
@@ -148,7 +154,7 @@ def _load_programs(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _summary(
-  records: Sequence[dict[str, Any]], bigram_loss: float
+  records: Sequence[dict[str, Any]], bigram_loss: float | None
 ) -> list[str]:
   """The figures that say whether the run went well."""
   evals = [r for r in records if r[metrics.KIND] == metrics.EVAL]
@@ -158,8 +164,10 @@ def _summary(
     first, last = evals[0][metrics.LOSS], evals[-1][metrics.LOSS]
     lines.append(
       f'validation loss: {first:.4f} nats at first, {last:.4f} at the end '
-      f'({first - last:.4f} less); byte-bigram model {bigram_loss:.4f}'
+      f'({first - last:.4f} less)'
     )
+  if bigram_loss is not None:
+    lines.append(f'validation loss of a bigram model: {bigram_loss:.4f} nats')
   if trains and metrics.MAX_VIOLATION in trains[-1]:
     worst = max(trains[-1][metrics.MAX_VIOLATION])
     lines.append(f'expert load: MaxVio {worst:.3f} in the worst layer')

@@ -36,8 +36,7 @@ class RunResult:
   """How a run ended.
 
   Attributes:
-    is_complete: whether all stages came to their end; if not, the same
-      command continues the run.
+    is_complete: whether all stages ended; if not, the same command goes on.
     state: the last state.
     position: where the run is.
   """
@@ -193,7 +192,7 @@ class _Runner:
     )
     if restored is None:
       return None
-    position = RunPosition.from_meta(restored.meta)
+    position = RunPosition.from_meta(restored.meta, self.config)
     _say(
       f'continuing from step {restored.step}, stage '
       f'{self.config.stages[position.stage_index].name!r}'
@@ -202,7 +201,6 @@ class _Runner:
 
   def _begin(self, position: RunPosition) -> TrainState:
     """Initial state, evaluated, and saved as one to go back to."""
-    # Roll-backs of a run whose checkpoints were removed are not this one's.
     self.ledger.clear(write=jax.process_index() == 0)
     with jax.set_mesh(self.program(0).mesh):
       state = init_state(self.config, jax.random.key(self.config.seed))
@@ -281,6 +279,8 @@ class _Runner:
           self._evaluate(state, position, log.load_LE, is_stage_end=is_last)
           log.restart_clock()
         is_over = self._is_stage_over(position)
+        if is_last and not is_over:
+          progress.extend(self._planned_steps(position))
         is_stopped = signal.should_stop(position.step)
         is_save_due |= self.checkpoints.due(position.step, time.monotonic())
         # A state inside a run of bad steps is a poor one to go back to.
@@ -297,8 +297,8 @@ class _Runner:
       _say(f'stopped at step {position.step}; the same command continues')
       return state, True
     position.is_stage_done = True
-    is_last_save = is_stopped or self._is_over(position)
-    self._save(state, position, is_stage_end=True, wait=is_last_save)
+    wait = is_stopped or self._is_over(position)
+    self._save(state, position, is_stage_end=True, wait=wait)
     return state, is_stopped
 
   def _planned_steps(self, position: RunPosition) -> int:

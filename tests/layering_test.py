@@ -38,6 +38,7 @@ RANKS = {
   'memory_plan': 2,
   'metrics': 2,
   'preemption': 2,
+  'workdir': 2,
   'checkpoint': 3,
   'plots': 3,
   'progress': 3,

@@ -131,8 +131,8 @@ class RunPositionTest(parameterized.TestCase):
     config = dataclasses.replace(CONFIG, seed=1, total_tokens=200_000)
     with self.assertRaises(ConfigError) as caught:
       RunPosition.from_meta(stored(RunPosition()), config)
-    self.assertIn('  seed=1', str(caught.exception))
-    self.assertIn('  total_tokens=200000', str(caught.exception))
+    self.assertIn('seed=1', str(caught.exception))
+    self.assertIn('; total_tokens=200000', str(caught.exception))
 
 
 if __name__ == '__main__':
