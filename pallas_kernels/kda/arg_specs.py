@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,30 @@ SPECS = {
 }
 
 
+def _shapes(spec: ArgSpec) -> dict[str, tuple[tuple[int, ...], float, str]]:
+  """Shape, standard deviation and dtype of each array argument."""
+  rows = (spec.batch, spec.tokens)
+  keys = (*rows, spec.heads, spec.key_dim)
+  gates = (*rows, spec.value_heads, spec.key_dim)
+  values = (*rows, spec.value_heads, spec.value_dim)
+  state = (spec.batch, spec.value_heads, spec.key_dim, spec.value_dim)
+  return {
+    'q': (keys, 1.0, spec.dtype),
+    'k': (keys, 1.0, spec.dtype),
+    'v': (values, 1.0, spec.dtype),
+    'g': (gates, 2.0, spec.dtype),
+    'beta': (values[:-1], 2.0, spec.dtype),
+    'A_log': ((spec.value_heads,), 0.3, 'float32'),
+    'dt_bias': ((spec.value_heads, spec.key_dim), 0.3, 'float32'),
+    'h0': (state, 0.3, 'float32'),
+  }
+
+
 def make_inputs(spec: ArgSpec, seed: int = 0) -> dict[str, jax.Array]:
   """Random array arguments of `kda`, by name.
 
-  Gate and beta logits are N(0, 2), so that decays and write strengths cover
-  their whole range; everything else is N(0, 1), the parameters N(0, 0.3).
+  Gate and beta logits have a deviation of 2, so that decays and write strengths
+  cover their whole range; all else is normal, with 0.3 for the parameters.
 
   Args:
     spec: the shape.
@@ -54,31 +74,17 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> dict[str, jax.Array]:
     q, k, v, g and beta in the spec's dtype, and A_log, dt_bias and h0 in
     float32.
   """
-  tokens = (spec.batch, spec.tokens)
-  keys = (*tokens, spec.heads, spec.key_dim)
-  shapes = {
-    'q': (keys, 1.0),
-    'k': (keys, 1.0),
-    'v': ((*tokens, spec.value_heads, spec.value_dim), 1.0),
-    'g': ((*tokens, spec.value_heads, spec.key_dim), 2.0),
-    'beta': ((*tokens, spec.value_heads), 2.0),
-    'A_log': ((spec.value_heads,), 0.3),
-    'dt_bias': ((spec.value_heads, spec.key_dim), 0.3),
-    'h0': (
-      (spec.batch, spec.value_heads, spec.key_dim, spec.value_dim),
-      0.3,
-    ),
-  }
+  rng = np.random.default_rng(seed)
   inputs = {}
-  for i, (name, (shape, deviation)) in enumerate(shapes.items()):
-    key = jax.random.fold_in(jax.random.key(seed), i)
-    parameter = name in ('A_log', 'dt_bias', 'h0')
-    dtype = jnp.float32 if parameter else jnp.dtype(spec.dtype)
-    values = deviation * jax.random.normal(key, shape, jnp.float32)
-    inputs[name] = values.astype(dtype)
+  for name, (shape, deviation, dtype) in _shapes(spec).items():
+    values = rng.standard_normal(shape, np.float32) * np.float32(deviation)
+    inputs[name] = jnp.asarray(values.astype(jnp.dtype(dtype)))
   return inputs
 
 
 def abstract_inputs(spec: ArgSpec) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes and dtypes of `make_inputs`, without making the arrays."""
-  return jax.eval_shape(lambda: make_inputs(spec))
+  return {
+    name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    for name, (shape, _, dtype) in _shapes(spec).items()
+  }

@@ -4,7 +4,6 @@ r"""Times KDA implementations.
     --implementations=reference,chunked_xla
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
   spec = arg_specs.SPECS[_SPEC.value]
-  inputs = jax.jit(functools.partial(arg_specs.make_inputs, spec))()
+  inputs = arg_specs.make_inputs(spec)
   tokens = spec.batch * spec.tokens
   print(f'{_SPEC.value}: {spec} on {jax.devices()[0].device_kind}')
   print(

@@ -22,8 +22,7 @@ class KdaCausalityTest(parameterized.TestCase):
     if implementation == 'reference' and dtype == 'bfloat16':
       dtype = 'float32'  # It computes in float32 whatever it is given.
     spec = arg_specs.ArgSpec(1, TOKENS, 1, 1, 32, 32, dtype)
-    make = jax.jit(arg_specs.make_inputs, static_argnums=(0, 1))
-    inputs, other = make(spec, 0), make(spec, 1)
+    inputs, other = (arg_specs.make_inputs(spec, seed) for seed in (0, 1))
     run = jax.jit(
       lambda x: kda(
         **x, implementation=implementation, lower_bound=lower_bound

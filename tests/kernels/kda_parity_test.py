@@ -1,7 +1,5 @@
 """Every KDA implementation against the token recurrence."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
@@ -12,15 +10,14 @@ COMPARED = tuple(name for name in IMPLEMENTATIONS if name != 'reference')
 # Part of the suite now, so that a kernel is held to it from its first day.
 REFUSING = ('mosaic_tpu', 'mosaic_gpu')
 
-# Compiles in a quarter of the time; only the two tests of the hardest numbers
-# run the program as it is meant to be optimised.
+# Compiles in a quarter of the time; only the hardest numbers are run by the
+# program as it is meant to be optimised.
 QUICK = (('xla_backend_optimization_level', 0),)
 
 TINY = arg_specs.SPECS['tiny']
 HARD_GATES = ('no_decay', 'logits_of_30')
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def make_inputs(spec, gate='random', seed=0):
   """Random inputs with the gate logits of a regime."""
   inputs = arg_specs.make_inputs(spec, seed)
@@ -69,7 +66,7 @@ class KdaParityTest(parameterized.TestCase):
     spec = arg_specs.ArgSpec(2, 150, 2, 4, 64, 32, dtype)
     inputs = make_inputs(spec, gate)
     hard = gate in HARD_GATES
-    self.check(inputs, implementation, hard=hard, quick=False)
+    self.check(inputs, implementation, hard=hard)
 
   @parameterized.product(implementation=COMPARED, tokens=(1, 15, 63, 1000))
   def test_lengths(self, implementation, tokens):
@@ -80,7 +77,9 @@ class KdaParityTest(parameterized.TestCase):
     implementation=COMPARED, dims=((100, 60), (128, 256), (256, 128))
   )
   def test_head_dims(self, implementation, dims):
-    spec = arg_specs.ArgSpec(1, 90, 1, 1, *dims)
+    # Several heads: A_log's gradient is one number a head, a sum that may
+    # nearly cancel in any one of them.
+    spec = arg_specs.ArgSpec(1, 90, 1, 3, *dims)
     self.check(make_inputs(spec), implementation)
 
   @parameterized.product(implementation=COMPARED, dtype=('float32', 'bfloat16'))

@@ -1,6 +1,5 @@
 """The chunked KDA form must be worth having: five times the recurrence."""
 
-import jax
 from absl.testing import absltest, parameterized
 
 from pallas_kernels.kda import arg_specs, bench
@@ -12,7 +11,7 @@ class KdaSpeedTest(parameterized.TestCase):
     ('forward_backward', 1, arg_specs.ArgSpec(1, 4096, 4, 4, 64, 64)),
   )
   def test_five_times_the_recurrence(self, which, spec):
-    inputs = jax.jit(lambda: arg_specs.make_inputs(spec))()
+    inputs = arg_specs.make_inputs(spec)
     slow = bench.make_programs('reference')[which]
     fast = bench.make_programs('chunked_xla')[which]
     slow_seconds, fast_seconds = [], []
@@ -38,10 +37,9 @@ class KdaMemoryTest(absltest.TestCase):
 
     few, many = 8192, 32_768
     growth = (temporary_bytes(many) - temporary_bytes(few)) / (many - few)
-    # Per token: the gradients of q, k, v and g, the output and its gradient,
-    # and the entry states, 64 floats each. Scores and their inverses, with
-    # their gradients, would add at least 4 * 64.
-    self.assertLess(growth, 4 * 64 * 10)
+    # Per token, the output's gradient and the entry states: 64 floats each.
+    # Scores and inverses of whole rows would add 64 floats for each of them.
+    self.assertLess(growth, 4 * 64 * 3)
 
 
 if __name__ == '__main__':
