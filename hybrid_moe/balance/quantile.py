@@ -206,7 +206,8 @@ def aux_loss(
   share_E = load_E / jnp.maximum(jnp.sum(load_E), 1.0)
   total_N1 = jnp.sum(scores_NE, axis=-1, keepdims=True)
   weight_N1 = mask_N.astype(jnp.float32)[:, None]
-  normal_NE = scores_NE / jnp.maximum(total_N1, 1e-20) * weight_N1
+  # The gradient divides by the square, which must be a normal float32.
+  normal_NE = scores_NE / jnp.maximum(total_N1, 1e-18) * weight_N1
   mean_E = jnp.sum(normal_NE, axis=0) / jnp.maximum(jnp.sum(weight_N1), 1.0)
   return scores_NE.shape[-1] * jnp.sum(share_E * mean_E)
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from hybrid_moe.balance.quantile import biased_scores
 
-# Keeps the weights finite when every chosen score has underflowed to zero.
-_TINY = 1e-20
+# Keeps the weights finite when every chosen score has underflowed to zero. Its
+# square, by which the gradient divides, is a normal float32.
+_TINY = 1e-18
 
 
 class Routes(NamedTuple):
