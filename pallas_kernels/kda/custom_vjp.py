@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-# Name of the saved entry states, for rematerialisation policies: a policy that
-# saves it spares the second run of the forward's state recurrence.
+# Name of the saved entry states, for rematerialisation policies. The forward
+# runs again only if its outputs are needed and are not saved as well.
 ENTRY_STATES = 'kda_entry_states'
 
 
