@@ -41,14 +41,14 @@ def get_config() -> config_dict.ConfigDict:
           SourceConfig('copy', kind='synthetic', task='copy'),
         )
       ),
-      optim=OptimConfig(peak_lr=1e-2, stage_lr_factor=0.5),
+      optim=OptimConfig(peak_lr=1e-2),
       stages=(
         _stage(256, 32, 0),
         _stage(512, 16, 1024),
         _stage(1024, 8, 2048),
         _stage(2048, 4, 4096),
       ),
-      total_tokens=2_000_000,
-      eval=EvalConfig(every_steps=30, num_batches=4),
+      total_tokens=1_000_000,
+      eval=EvalConfig(every_steps=15, num_batches=4),
     )
   )
