@@ -68,7 +68,7 @@ def train_step(
   views = router_view(config.balance, state.balance)
   num_targets = jnp.sum(batch['loss_mask'], dtype=jnp.int32)
   result = _accumulate(config, remat, state.params, views, batch, num_targets)
-  grad_norm = optax.global_norm(result.grads)
+  grad_norm = optax.tree.norm(result.grads)
   is_bad, new_health = health.judge(
     config.health, state.health, result.nll, grad_norm
   )
