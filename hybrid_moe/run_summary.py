@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from hybrid_moe import metrics, report
 from hybrid_moe.config import ExperimentConfig
@@ -22,6 +21,8 @@ from hybrid_moe.stage import StageProgram
 from hybrid_moe.train_state import TrainState
 
 _PROGRAMS_FILE = 'programs.json'
+# A bigram model of bytes has learned what it can long before this.
+_BIGRAM_TOKENS = 2**25
 
 
 def store_program(workdir: str, program: StageProgram) -> None:
@@ -49,7 +50,6 @@ def finish(
   tokenizer: Tokenizer,
   data: Sequence[StageData],
   validation: Sequence[dict[str, np.ndarray]],
-  mesh: Mesh,
   state: TrainState,
   *,
   is_complete: bool,
@@ -63,11 +63,11 @@ def finish(
     data: rows of every stage; the bigram model is fitted to those that the
       stages train on.
     validation: batches of the stage in progress.
-    mesh: of the state.
     state: samples are drawn from it, by all processes together.
     is_complete: whether all stages came to their end; if not, no sample is
       drawn and no bigram model fitted.
   """
+  mesh = state.step.sharding.mesh
   text = ''
   # A run that was told to stop has no time for a sample or a baseline.
   if is_complete and config.eval.sample_tokens:
@@ -109,13 +109,15 @@ def _bigram_loss(
   data: Sequence[StageData],
   validation: Sequence[dict[str, np.ndarray]],
 ) -> float:
-  """Loss of a bigram model of the whole run's training rows."""
+  """Loss of a bigram model of the run's training rows, up to a number."""
+  tokens = _BIGRAM_TOKENS // len(config.stages)
 
   def batches():
     for stage, rows in zip(config.stages, data):
+      steps = min(config.stage_steps(stage), -(-tokens // stage.step_tokens))
       reader = rows.train_batches(0)
       try:
-        for _, batch in zip(range(config.stage_steps(stage)), reader):
+        for _, batch in zip(range(steps), reader):
           yield batch
       finally:
         reader.close()
