@@ -117,8 +117,10 @@ class ExpertsTest(parameterized.TestCase):
     ids_NS = jnp.asarray(make_ids('mixed', N, S), jnp.int32)
     y_NZ = grouped(z_NZ, weight_NS, weights, ids_NS, implementation)
     self.assertEqual(y_NZ.dtype, jnp.bfloat16)
-    float32 = lambda tree: jax.tree.map(lambda w: w.astype(jnp.float32), tree)
-    want = dense(float32(z_NZ), weight_NS, float32(weights), ids_NS)
+    z_f32, weights_f32 = jax.tree.map(
+      lambda w: w.astype(jnp.float32), (z_NZ, weights)
+    )
+    want = dense(z_f32, weight_NS, weights_f32, ids_NS)
     np.testing.assert_allclose(
       np.asarray(y_NZ, np.float32), want, atol=0.02 * np.abs(want).max()
     )

@@ -56,7 +56,9 @@ class SituGluTest(parameterized.TestCase):
 
   def test_equals_swiglu_to_first_order_at_zero(self):
     def slope(gate_cap, up_cap):
-      line = lambda t: situ(t, jnp.float32(1e-3) + t, gate_cap, up_cap)
+      def line(t):
+        return situ(t, jnp.float32(1e-3) + t, gate_cap, up_cap)
+
       return jax.grad(line)(jnp.float32(0.0))
 
     self.assertAlmostEqual(
