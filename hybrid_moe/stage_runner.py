@@ -24,6 +24,7 @@ from hybrid_moe.evaluation import evaluate
 from hybrid_moe.mesh import make_mesh
 from hybrid_moe.preemption import PreemptionSignal
 from hybrid_moe.progress import Progress
+from hybrid_moe.run_events import RunEvents
 from hybrid_moe.run_position import RunPosition, require_same_config
 from hybrid_moe.stage import StageProgram, compile_stage
 from hybrid_moe.step_log import BadSteps, StepLog
@@ -101,6 +102,7 @@ class _Runner:
     self.ledger = health.RollbackLedger(workdir, config.health)
     self.programs: dict[int, StageProgram] = {}
     self.writer: metrics.MetricsWriter | None = None
+    self.events: RunEvents | None = None
 
   def _prepare(self, index: int) -> StageData:
     stage = self.config.stages[index]
@@ -143,10 +145,11 @@ class _Runner:
     self.writer = metrics.MetricsWriter(
       self.workdir, position.step if restored else -1
     )
+    self.events = RunEvents(self.writer, self.workdir)
     with self.writer:
       if restored:
         state = restored.state
-        self._report_damage(restored)
+        self._report(restored)
         del restored
       else:
         state = self._begin(position)
@@ -173,7 +176,6 @@ class _Runner:
         self.tokenizer,
         self.data,
         self.validation[position.stage_index],
-        self.program(position.stage_index).mesh,
         state,
         is_complete=self._is_over(position),
       )
@@ -220,15 +222,19 @@ class _Runner:
       write=jax.process_index() == 0,
     )
     self.writer.rewind(position.step)
-    self._report_damage(restored)
     _say(f'rolling back to step {position.step}: {error}')
-    self._write_event(position, metrics.ROLLBACK, str(error))
+    self._report(restored)
     return restored.state, position
 
-  def _report_damage(self, restored: '_Continued') -> None:
+  def _report(self, restored: '_Continued') -> None:
+    """Tells of damaged checkpoints, and of roll-backs to this one."""
+    position = restored.position
+    stage = self.config.stages[position.stage_index].name
     for step, reason in restored.damaged:
       _say(f'checkpoint of step {step} is damaged and passed over: {reason}')
-      self._write_event(restored.position, metrics.DAMAGED_CHECKPOINT, reason)
+      event = metrics.DAMAGED_CHECKPOINT
+      self.events.write(position.step, stage, event, reason)
+    self.events.write_rollbacks(position.step, stage, self.ledger)
 
   def _enter_stage(
     self, state: TrainState, position: RunPosition
@@ -318,7 +324,8 @@ class _Runner:
     buckets = stability.unstable_buckets(rules.tolerance_nats)
     reason = f'the loss in position buckets {buckets} is above its best'
     _say(f'the stage goes on to step {self._planned_steps(position)}: {reason}')
-    self._write_event(position, metrics.STAGE_PROLONGED, reason)
+    stage = self.config.stages[position.stage_index].name
+    self.events.write(position.step, stage, metrics.STAGE_PROLONGED, reason)
     return False
 
   def _save(
@@ -371,19 +378,6 @@ class _Runner:
         metrics.STAGE: stage,
         metrics.IS_STAGE_END: is_stage_end,
         **values,
-      },
-    )
-
-  def _write_event(
-    self, position: RunPosition, event: str, reason: str
-  ) -> None:
-    self.writer.write(
-      position.step,
-      metrics.EVENT,
-      {
-        metrics.EVENT: event,
-        metrics.STAGE: self.config.stages[position.stage_index].name,
-        metrics.REASON: reason,
       },
     )
 

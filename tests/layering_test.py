@@ -42,6 +42,7 @@ RANKS = {
   'checkpoint': 3,
   'plots': 3,
   'progress': 3,
+  'run_events': 3,
   'run_position': 3,
   'report': 4,
   'step_log': 4,
