@@ -1,6 +1,7 @@
-"""The smallest experiment with every part: two layers, two stages of 8 steps.
+"""The smallest whole experiment: two layers, two stages of 8 steps.
 
-It is a configuration file (`--config=tests/small_experiment.py:CORPUS`) and,
+Both layers attend by MLA: nothing in KDA is kept between steps, and its
+chunked form takes longest to compile. It is a configuration file (`--config=tests/small_experiment.py:CORPUS`) and,
 loaded by its path, a module for tests of whole runs.
 """
 
@@ -14,7 +15,6 @@ from experiments.configs.base import to_config_dict
 from hybrid_moe.config import ExperimentConfig, StageConfig
 from hybrid_moe.data_config import DataConfig, MixtureEntry, SourceConfig
 from hybrid_moe.model_config import (
-  KdaConfig,
   MlaConfig,
   ModelConfig,
   MoeConfig,
@@ -31,7 +31,7 @@ STAGES = ('short', 'long')
 STAGE_STEPS = 8
 
 
-def write_corpus(directory: str) -> str:
+def write_corpus(directory: str | os.PathLike[str]) -> str:
   """Makes text files of random words; returns the folder."""
   rng = random.Random(0)
   words = [f'w{rng.randrange(100)}' for _ in range(30)]
@@ -39,7 +39,7 @@ def write_corpus(directory: str) -> str:
   for number in range(40):
     text = ' '.join(rng.choices(words, k=60))
     pathlib.Path(directory, f'{number}.txt').write_text(text)
-  return directory
+  return str(directory)
 
 
 def make_experiment(corpus: str) -> ExperimentConfig:
@@ -60,12 +60,11 @@ def make_experiment(corpus: str) -> ExperimentConfig:
       vocab_size=272,
       d_model=32,
       num_layers=2,
-      mixers=('kda', 'mla'),
+      mixers=('mla',),
       dense_hidden=32,
       attn_res_block=2,
       init_std=0.06,
       dtype='float32',
-      kda=KdaConfig(num_heads=2, key_dim=32, value_dim=32, gate_rank=8),
       mla=MlaConfig(
         num_heads=2,
         q_lora_rank=16,
