@@ -5,6 +5,7 @@
       --workdir=runs/nano --config.total_tokens=20_000_000
 """
 
+import pathlib
 import sys
 
 import jax
@@ -20,8 +21,9 @@ from hybrid_moe.stage_runner import run
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config',
-  'experiments/configs/tiny.py',
-  'Configuration file; fields are overridden with --config.field=value.',
+  None,
+  'Configuration file, configs/tiny.py by default; fields are overridden with '
+  '--config.field=value.',
   lock_config=True,
 )
 _WORKDIR = flags.DEFINE_string(
@@ -35,6 +37,8 @@ _DISTRIBUTED = flags.DEFINE_bool(
   False,
   'Whether this is one of several processes (TPU pods, Slurm, Open MPI).',
 )
+
+_DEFAULT_CONFIG = pathlib.Path(__file__).parent / 'configs' / 'tiny.py'
 
 # Exit status of a process that SIGTERM ended, as shells report it.
 _STOPPED = 143
@@ -77,6 +81,10 @@ def _load_config() -> config_dict.ConfigDict:
 
 def _parse_flags(argv: list[str]) -> list[str]:
   """Parses the command line; a mistake in it ends the process in a line."""
+  # The flag's own default would be loaded, with its overrides, where nothing
+  # can catch a mistake in them.
+  if not any(arg.split('=')[0] in ('--config', '-config') for arg in argv):
+    argv = [argv[0], f'--config={_DEFAULT_CONFIG}', *argv[1:]]
   overrides = [arg for arg in argv if arg.startswith('--config.')]
   try:
     return app.parse_flags_with_usage(argv)
