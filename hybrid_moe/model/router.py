@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from hybrid_moe.balance.quantile import biased_scores
 
-# Keeps the weights finite when every chosen score has underflowed to zero. Its
-# square, by which the gradient divides, is a normal float32.
+# Keeps the weights finite when every chosen score has underflowed to zero. The
+# gradient divides by its square, which is a normal float32.
 _TINY = 1e-18
 
 
@@ -63,5 +63,8 @@ def route(
   values, ids = jax.lax.top_k(biased_NE, top_k + 1)
   ids_NS = ids[:, :top_k]
   chosen_NS = jnp.take_along_axis(scores_NE, ids_NS, axis=1)
-  total = jnp.sum(chosen_NS, axis=1, keepdims=True) + _TINY
-  return Routes(ids_NS, routed_scale * chosen_NS / total, values[:, top_k])
+  total_N1 = jnp.sum(chosen_NS, axis=1, keepdims=True) + _TINY
+  # The gradient of a quotient multiplies its cotangent by 1 / total^2 before it
+  # multiplies by the numerator, and overflows; that of this product does not.
+  weight_NS = chosen_NS * (routed_scale / total_N1)
+  return Routes(ids_NS, weight_NS, values[:, top_k])
