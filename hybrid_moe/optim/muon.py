@@ -83,7 +83,9 @@ def orthogonalize_matrix(x: jax.Array, steps: int) -> jax.Array:
   x = x / (norm + _EPS)
 
   def iterate(_, x):
-    gram = jnp.matmul(x, x.mT, out_sharding=gram_spec)
+    # Not `jnp.matmul`, which drops batch dims of one and then disagrees with
+    # the layout asked for.
+    gram = jnp.einsum('...ik,...jk->...ij', x, x, out_sharding=gram_spec)
     return c1 * x + jnp.matmul(c3 * gram + c5 * jnp.matmul(gram, gram), x)
 
   # Unrolled, a model of many matrices takes half as long again to compile.
