@@ -70,6 +70,17 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return jax.sharding.reshard(x, spec) if has_mesh() else x
 
 
+def reshape_rows(x: jax.Array, *dims: int) -> jax.Array:
+  """`x` [B, T, ...] as [B, T, *dims], still split over `data` along B.
+
+  Among dimensions of size one, a plain reshape forgets which one was split.
+  """
+  shape = (*x.shape[:2], *dims)
+  if not has_mesh():
+    return x.reshape(shape)
+  return jax.lax.reshape(x, shape, out_sharding=ROWS_B)
+
+
 def look_up(table_UD: jax.Array, ids_BT: jax.Array) -> jax.Array:
   """Rows of a replicated table, sharded as the ids are: [B, T, D]."""
   if not has_mesh():

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hybrid_moe import sharding
 from hybrid_moe.model import norms, parameters
 from hybrid_moe.model.softmax_attention import softmax_attention
 from hybrid_moe.model_config import ModelConfig
@@ -41,14 +42,14 @@ def expand_keys(
 def project_heads(x_BTR: jax.Array, w_RHK: jax.Array) -> jax.Array:
   """[B, T, R] to [B, T, H, K] as one matrix product."""
   R, H, K = w_RHK.shape
-  y = x_BTR @ w_RHK.reshape(R, H * K)
-  return y.reshape(*x_BTR.shape[:2], H, K)
+  return sharding.reshape_rows(x_BTR @ w_RHK.reshape(R, H * K), H, K)
 
 
 def merge_heads(x_BTHV: jax.Array, w_HVD: jax.Array) -> jax.Array:
   """[B, T, H, V] to [B, T, D] as one matrix product."""
   H, V, D = w_HVD.shape
-  return x_BTHV.reshape(*x_BTHV.shape[:2], H * V) @ w_HVD.reshape(H * V, D)
+  x_BTX = sharding.reshape_rows(x_BTHV, H * V)
+  return x_BTX @ w_HVD.reshape(H * V, D)
 
 
 class GatedMla(nn.Module):

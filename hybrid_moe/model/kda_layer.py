@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hybrid_moe import sharding
 from hybrid_moe.model import norms, parameters
 from hybrid_moe.model.gated_mla import merge_heads, project_heads
 from hybrid_moe.model.short_conv import short_conv
@@ -64,7 +65,7 @@ class KdaLayer(nn.Module):
       )
       y_BTX = x_BTD @ w_DHK.reshape(d, heads * width)
       y_BTX = short_conv(y_BTX, taps, segment_ids_BT)
-      return y_BTX.reshape(*x_BTD.shape[:2], heads, width)
+      return sharding.reshape_rows(y_BTX, heads, width)
 
     q_BTHK = convolved('q', H, a.key_dim)
     k_BTHK = convolved('k', H, a.key_dim)
