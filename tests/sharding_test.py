@@ -61,6 +61,21 @@ class ShardingTest(parameterized.TestCase):
     self.assertEqual(grad.sharding.spec, PartitionSpec('data', None))
     np.testing.assert_array_equal(grad, 2 * w_DF)
 
+  @parameterized.parameters((8, 8, 2), (8, 8, 1), (1, 1, 1), (1, 1, 2))
+  def test_reshape_keeps_the_split_of_rows(self, devices, rows, heads):
+    x_BTX = jnp.arange(rows * 3.0 * heads * 4).reshape(rows, 3, heads * 4)
+    plain = sharding.reshape_rows(x_BTX, heads, 4)
+    self.assertEqual(plain.shape, (rows, 3, heads, 4))
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:devices])):
+      x = sharding.constrain(x_BTX, sharding.ACT_BTD)
+      there = jax.jit(lambda x: sharding.reshape_rows(x, heads, 4))(x)
+      back = jax.jit(lambda x: sharding.reshape_rows(x, heads * 4))(there)
+      # Of the same type as what it came from: the two can be added.
+      jax.jit(jnp.add)(back, x)
+    self.assertEqual(there.sharding.spec[0], 'data')
+    np.testing.assert_array_equal(there, plain)
+    np.testing.assert_array_equal(back, x_BTX)
+
   def test_look_up_follows_the_ids(self):
     table_UD = jnp.arange(30.0).reshape(10, 3)
     ids_BT = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 10
