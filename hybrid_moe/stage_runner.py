@@ -24,6 +24,7 @@ from hybrid_moe.evaluation import evaluate
 from hybrid_moe.mesh import make_mesh
 from hybrid_moe.preemption import PreemptionSignal
 from hybrid_moe.progress import Progress
+from hybrid_moe.run_data import note_rows
 from hybrid_moe.run_events import RunEvents
 from hybrid_moe.run_position import RunPosition, require_same_config
 from hybrid_moe.stage import StageProgram, compile_stage
@@ -96,6 +97,8 @@ class _Runner:
       )
       for data in self.data
     ]
+    is_first = jax.process_index() == 0
+    self.changed_rows = note_rows(workdir, self.data) if is_first else []
     self.checkpoints = Checkpoints(
       os.path.join(os.path.abspath(workdir), 'checkpoints'), config.checkpoint
     )
@@ -199,6 +202,8 @@ class _Runner:
       f'continuing from step {restored.step}, stage '
       f'{self.config.stages[position.stage_index].name!r}'
     )
+    for change in self.changed_rows:
+      _say(f'warning: the data has changed since this run began: {change}')
     return _Continued(restored.state, position, restored.damaged)
 
   def _begin(self, position: RunPosition) -> TrainState:

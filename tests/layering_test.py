@@ -52,6 +52,7 @@ RANKS = {
   'infer': 10,
   'stage': 11,
   'evaluation': 12,
+  'run_data': 12,
   'run_summary': 12,
   'stage_runner': 13,
 }
