@@ -16,14 +16,25 @@ import tempfile
 import time
 
 import numpy as np
+import pytest
 from absl.testing import absltest
 from orbax.checkpoint import v1 as ocp
 
 from hybrid_moe import metrics
 
-_SMALL = pathlib.Path(__file__).with_name('small_experiment.py')
+_SMALL_PATH = pathlib.Path(__file__).with_name('small_experiment.py')
+_SMALL = runpy.run_path(str(_SMALL_PATH))
 _DEADLINE_S = 300
 _LAST = 'step_00000016'
+
+
+_programs_directory = ''
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _programs(tmp_path_factory):
+  global _programs_directory
+  _programs_directory = _SMALL['programs_directory'](tmp_path_factory)
 
 
 class Workdir:
@@ -55,11 +66,11 @@ class Workdir:
         sys.executable,
         '-m',
         'experiments.pretrain',
-        f'--config={_SMALL}:{self._corpus}',
+        f'--config={_SMALL_PATH}:{self._corpus}',
         f'--workdir={self.path}',
         *flags,
       ],
-      cwd=_SMALL.parents[1],
+      cwd=_SMALL_PATH.parents[1],
       env=environment,
       stdout=self._log,
       stderr=subprocess.STDOUT,
@@ -149,14 +160,14 @@ class KillResumeTest(absltest.TestCase):
     cls._folder = tempfile.TemporaryDirectory()
     cls.addClassCleanup(cls._folder.cleanup)
     cls.folder = pathlib.Path(cls._folder.name)
-    small = runpy.run_path(str(_SMALL))
-    cls.corpus = small['write_corpus'](cls.folder / 'corpus')
+    cls.corpus = _SMALL['write_corpus'](cls.folder / 'corpus')
     cls.unbroken = cls.workdir('unbroken')
     assert cls.unbroken.run() == 0, cls.unbroken.output
 
   @classmethod
   def workdir(cls, name):
-    return Workdir(cls.folder / name, cls.corpus, str(cls.folder / 'cache'))
+    cache = _programs_directory or str(cls.folder / 'programs')
+    return Workdir(cls.folder / name, cls.corpus, cache)
 
   def assert_as_unbroken(self, workdir, *, without_events=False):
     records = workdir.records()

@@ -1,14 +1,20 @@
 """The smallest whole experiment: two layers, two stages of 8 steps.
 
 Both layers attend by MLA: nothing in KDA is kept between steps, and its
-chunked form takes longest to compile. It is a configuration file (`--config=tests/small_experiment.py:CORPUS`) and,
-loaded by its path, a module for tests of whole runs.
+chunked form takes longest to compile. It is a configuration file
+(`--config=tests/small_experiment.py:CORPUS`) and, loaded by its path, a module
+for tests of whole runs.
 """
 
+import contextlib
 import os
 import pathlib
 import random
+from collections.abc import Iterator
 
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments.configs.base import to_config_dict
@@ -29,6 +35,32 @@ from hybrid_moe.run_config import (
 ROOT = pathlib.Path(__file__).parents[1]
 STAGES = ('short', 'long')
 STAGE_STEPS = 8
+
+
+def programs_directory(factory: pytest.TempPathFactory) -> str:
+  """Where the processes of one test run keep compiled programs."""
+  base = factory.getbasetemp()
+  is_worker = 'PYTEST_XDIST_WORKER' in os.environ
+  return str((base.parent if is_worker else base) / 'programs')
+
+
+@contextlib.contextmanager
+def kept_programs(directory: str) -> Iterator[None]:
+  """Programs compiled in this process are kept, and not compiled again."""
+  names = (
+    'jax_compilation_cache_dir',
+    'jax_persistent_cache_min_compile_time_secs',
+  )
+  before = {name: getattr(jax.config, name) for name in names}
+  try:
+    for name, value in zip(names, (directory, 1.0)):
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def write_corpus(directory: str | os.PathLike[str]) -> str:

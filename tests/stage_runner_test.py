@@ -1,181 +1,42 @@
-"""Stages one after another, bad steps, prolonging, and refusals.
+"""Stages one after another, bad steps, and prolonging.
 
-Whole runs in this process on one device; runs that are killed are in
-`kill_resume_test.py`. Faults are put in where a run meets the outside: its
-rows, its losses, its files.
+Runs that are killed are in `kill_resume_test.py`.
 """
 
-import contextlib
 import dataclasses
-import functools
-import io
 import itertools
-import json
 import os
 import pathlib
 import runpy
-import tempfile
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
+from absl.testing import absltest
 
-from hybrid_moe import memory_plan, metrics, stage_runner
-from hybrid_moe.checkpoint import Checkpoints
-from hybrid_moe.checks import ConfigError
-from hybrid_moe.checksum import checksums
-from hybrid_moe.config import MeshConfig
-from hybrid_moe.data.cache import DamagedCacheError
-from hybrid_moe.data.pipeline import StageData
-from hybrid_moe.data_config import DataConfig, SourceConfig
+from hybrid_moe import metrics, stage_runner
 from hybrid_moe.health import RollbackError
-from hybrid_moe.memory_plan import MemoryPlanError
-from hybrid_moe.mesh import make_mesh
 from hybrid_moe.metrics import MetricsWriter
 from hybrid_moe.optim.schedule import build_schedule
 from hybrid_moe.preemption import PreemptionSignal
-from hybrid_moe.run_config import (
-  CheckpointConfig,
-  EvalConfig,
-  ExtensionConfig,
-  MemoryConfig,
-)
-from hybrid_moe.stage import compile_stage
-from hybrid_moe.train_state import abstract_state, init_state
-from hybrid_moe.workdir import open_workdir
+from hybrid_moe.run_config import ExtensionConfig
 
-_SMALL = runpy.run_path(
-  str(pathlib.Path(__file__).with_name('small_experiment.py'))
-)
+_RUNS = runpy.run_path(str(pathlib.Path(__file__).with_name('small_runs.py')))
+_SMALL = _RUNS['SMALL']
+RunCase = _RUNS['RunCase']
 _SHORT, _LONG = _SMALL['STAGES']
 
 
-@functools.cache
-def _compiled(config, index, num_sources):
-  return compile_stage(config, index, num_sources)
+@pytest.fixture(scope='module', autouse=True)
+def _programs(tmp_path_factory):
+  directory = _SMALL['programs_directory'](tmp_path_factory)
+  with _SMALL['kept_programs'](directory):
+    yield
 
 
-def _compile_once(config, index, num_sources):
-  """`compile_stage`, but not again where only the host's part differs."""
-  key = dataclasses.replace(
-    config,
-    eval=EvalConfig(),
-    checkpoint=CheckpointConfig(),
-    extension=ExtensionConfig(),
-    memory=MemoryConfig(),
-    health=dataclasses.replace(config.health, max_rollbacks=0),
-    data=DataConfig(tuple(SourceConfig(s.name) for s in config.data.sources)),
-    log_every=1,
-  )
-  program = _compiled(key, index, num_sources)
-  available = memory_plan.device_memory_bytes(
-    config.memory, program.mesh.devices.flat[0]
-  )
-  return dataclasses.replace(
-    program, memory=dataclasses.replace(program.memory, available=available)
-  )
-
-
-class _SpoiledRows:
-  """Batches of which some have targets that nothing could predict."""
-
-  def __init__(self, batches, position, spoiled):
-    self._batches = batches
-    self._position = position
-    self._spoiled = spoiled
-
-  def __next__(self):
-    batch = dict(next(self._batches))
-    if self._position in self._spoiled:
-      rng = np.random.default_rng(0)
-      batch['targets'] = rng.integers(
-        150, 250, batch['targets'].shape, np.int32
-      )
-    self._position += 1
-    return batch
-
-  def close(self):
-    self._batches.close()
-
-
-class _Case(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    folder = tempfile.TemporaryDirectory()
-    cls.addClassCleanup(folder.cleanup)
-    cls.shared = pathlib.Path(folder.name)
-    cls.config = _SMALL['make_experiment'](
-      _SMALL['write_corpus'](cls.shared / 'corpus')
-    )
-    # Rows are prepared once; sampling compiles anew in every run.
-    cls.config = dataclasses.replace(
-      cls.config,
-      data=dataclasses.replace(cls.config.data, data_dir=str(cls.shared / 'd')),
-      eval=EvalConfig(every_steps=4, num_batches=1, sample_tokens=0),
-      health=dataclasses.replace(cls.config.health, max_consecutive_skips=2),
-    )
-
-  def setUp(self):
-    super().setUp()
-    self.workdir = self.create_tempdir().full_path
-    self.starts = []
-    self.output = io.StringIO()
-    one = jax.devices()[:1]
-    for patch in (
-      mock.patch.object(jax, 'devices', lambda *unused: one),
-      mock.patch.object(stage_runner, 'compile_stage', _compile_once),
-    ):
-      self.enterContext(patch)
-
-  def run_with(self, spoiled=(), **changes):
-    """Runs with some of the second stage's batches spoiled."""
-    original = StageData.train_batches
-
-    def train_batches(data, position, **share):
-      batches = original(data, position, **share)
-      if not share:  # of the bigram model
-        return batches
-      self.starts.append((data.stage, position))
-      spoilt = spoiled if data.stage == _LONG else ()
-      return _SpoiledRows(batches, position, spoilt)
-
-    config = dataclasses.replace(self.config, **changes)
-    with (
-      mock.patch.object(StageData, 'train_batches', train_batches),
-      contextlib.redirect_stdout(self.output),
-      contextlib.redirect_stderr(self.output),
-    ):
-      return stage_runner.run(config, self.workdir)
-
-  def records(self, kind=None):
-    records = metrics.read_metrics(self.workdir)
-    for record in records:
-      record.pop(metrics.PERF, None)
-    return [r for r in records if kind in (None, r[metrics.KIND])]
-
-  def raw_records(self):
-    path = pathlib.Path(self.workdir, metrics.FILE_NAME)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-      record.pop(metrics.PERF, None)
-    return records
-
-  def events(self):
-    return [
-      (r[metrics.STEP], r[metrics.EVENT]) for r in self.records(metrics.EVENT)
-    ]
-
-  def steps(self, records):
-    return [r[metrics.STEP] for r in records]
-
-  def saved(self):
-    return sorted(os.listdir(os.path.join(self.workdir, 'checkpoints')))
-
-
-class HandOverTest(_Case):
+class HandOverTest(RunCase):
   def test_two_stages(self):
     pathlib.Path(self.workdir, 'rollbacks.json').write_text(
       '{"rollbacks": [{"restored_step": 0, "data_position": 9, "reason": ""}]}'
@@ -259,7 +120,7 @@ class HandOverTest(_Case):
     self.assertEqual(int(again.state.step), 1)
 
 
-class BadStepTest(_Case):
+class BadStepTest(RunCase):
   def test_one_spike_is_skipped(self):
     result = self.run_with(spoiled={5})
     trains = self.records(metrics.TRAIN)
@@ -275,7 +136,7 @@ class BadStepTest(_Case):
     """Runs with parameters that are nan in some calls of a stage's step."""
 
     def compile_faulty(config, index, num_sources):
-      program = _compile_once(config, index, num_sources)
+      program = _RUNS['compile_once'](config, index, num_sources)
       if program.stage.name != stage:
         return program
       numbers = itertools.count(1)
@@ -361,7 +222,7 @@ class BadStepTest(_Case):
         self.run_with(spoiled=range(5, 99), health=health)
 
 
-class ExtensionTest(_Case):
+class ExtensionTest(RunCase):
   def run_unstable(self, stop_at=()):
     """Runs with the loss at the end of the first stage above its best."""
     evaluate = stage_runner.evaluate
@@ -402,96 +263,6 @@ class ExtensionTest(_Case):
     self.assertIn('continuing from step 8,', self.output.getvalue())
     self.assertIn('continuing from step 11,', self.output.getvalue())
     self.assertEqual(self.raw_records(), unbroken)
-
-
-class RefusalTest(_Case):
-  def assert_refused(self, error, pattern, **changes):
-    with self.assertRaisesRegex(error, pattern) as caught:
-      self.run_with(**changes)
-    self.assertNotIn('\n', str(caught.exception))
-    self.assertEmpty(self.starts)
-
-  def test_a_plan_that_does_not_fit(self):
-    self.assert_refused(
-      MemoryPlanError,
-      r"memory.headroom=0.3: stage 'short' needs 1\d\.\d MiB .* 10\.2 MiB at "
-      r'its peak .* accepted is a peak of 7\.2 MiB at most',
-      memory=MemoryConfig(device_gib=0.01),
-    )
-    self.assertEmpty(self.saved())
-
-  def test_a_vocabulary_that_is_too_small(self):
-    self.assert_refused(
-      ConfigError,
-      'vocab_size=100',
-      model=dataclasses.replace(self.config.model, vocab_size=100),
-    )
-
-  def test_a_dataset_that_is_missing(self):
-    words = SourceConfig('words', kind='tfds', dataset='no_such_text')
-    self.assert_refused(
-      ConfigError,
-      r"data.sources\['words'\].dataset='no_such_text'",
-      data=dataclasses.replace(
-        self.config.data,
-        sources=(words, self.config.data.sources[1]),
-        tfds_dir=self.workdir,
-      ),
-    )
-
-  def test_a_mesh_of_more_devices(self):
-    stages = tuple(
-      dataclasses.replace(stage, mesh=MeshConfig(data=3))
-      for stage in self.config.stages
-    )
-    self.assert_refused(ConfigError, '3 places for 1 devices', stages=stages)
-
-  def test_a_workdir_in_use(self):
-    with open_workdir(self.workdir):
-      self.assert_refused(ConfigError, f"workdir='{self.workdir}': another run")
-
-  def test_a_workdir_under_a_file(self):
-    path = pathlib.Path(self.workdir, 'file')
-    path.touch()
-    self.workdir = str(path / 'run')
-    self.assert_refused(ConfigError, 'workdir=.*file/run.*written to')
-
-  def test_damaged_rows(self):
-    folder = self.create_tempdir()
-    data = dataclasses.replace(self.config.data, data_dir=folder.full_path)
-    stop = lambda unused, step: True  # noqa: E731
-    with mock.patch.object(PreemptionSignal, 'should_stop', stop):
-      self.assertFalse(self.run_with(data=data).is_complete)
-    paths = pathlib.Path(folder.full_path).glob('rows-words-64-*/*record')
-    for path in paths:
-      content = bytearray(path.read_bytes())
-      middle = len(content) // 2
-      content[middle : middle + 64] = bytes(64)
-      path.write_bytes(content)
-    with self.assertRaisesRegex(DamagedCacheError, 'rows-words-64-.*delete'):
-      self.run_with(data=data)
-
-
-class SavedStateTest(_Case):
-  @parameterized.parameters('none', 'aux_loss', 'sign', 'quantile', 'exact')
-  def test_every_balancer(self, method):
-    """Some of a balancer's arrays have no elements."""
-    balance = dataclasses.replace(
-      self.config.balance,
-      **({'estimator': 'exact'} if method == 'exact' else {'method': method}),
-    )
-    config = dataclasses.replace(self.config, balance=balance)
-    mesh = make_mesh(MeshConfig())
-    with jax.set_mesh(mesh):
-      state = init_state(config, jax.random.key(0))
-    folder = self.create_tempdir().full_path
-    with Checkpoints(folder, config.checkpoint) as checkpoints:
-      checkpoints.save(0, state, {}, stage='a', is_stage_end=False, wait=True)
-      restored = checkpoints.restore_newest(abstract_state(config, mesh)).state
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
-    self.assertEqual(
-      checksums(jax.tree.leaves(restored)), checksums(jax.tree.leaves(state))
-    )
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ import tempfile
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from hybrid_moe.checks import ConfigError
@@ -20,6 +21,13 @@ _COLLECTIVE = re.compile(
   r' (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|'
   r'collective-broadcast|ragged-all-to-all|send|recv)(?:-start)?\('
 )
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _programs(tmp_path_factory):
+  directory = _SMALL['programs_directory'](tmp_path_factory)
+  with _SMALL['kept_programs'](directory):
+    yield
 
 
 def _batch(program, seed=0):
@@ -46,7 +54,7 @@ class StageTest(parameterized.TestCase):
     one = jax.devices()[:1]
     cls.short = compile_stage(cls.config, 0, 2, one)
     cls.long = compile_stage(cls.config, 1, 2, one)
-    cls.on_eight = compile_stage(cls.config, 0, 2)
+    cls.on_eight = compile_stage(cls.config, 1, 2)
 
   @parameterized.parameters('short', 'on_eight')
   def test_donates_the_whole_state(self, name):
@@ -101,7 +109,7 @@ class StageTest(parameterized.TestCase):
 
   def test_devices_agree(self):
     losses, norms, evaluated = [], [], []
-    for program in (self.short, self.on_eight):
+    for program in (self.long, self.on_eight):
       with jax.set_mesh(program.mesh):
         state = init_state(self.config, jax.random.key(1))
       for leaf, expected in zip(
@@ -123,7 +131,7 @@ class StageTest(parameterized.TestCase):
     np.testing.assert_allclose(norms[:3], norms[3:], rtol=1e-4)
     for name, value in evaluated[0].items():
       np.testing.assert_allclose(value, evaluated[1][name], rtol=1e-4)
-    mask = _batch(self.short, 9)['loss_mask']
+    mask = _batch(self.long, 9)['loss_mask']
     self.assertEqual(evaluated[0]['count_by_position'].sum(), mask.sum())
     self.assertEqual(evaluated[0]['count_by_source'].sum(), mask.sum())
 
