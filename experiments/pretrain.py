@@ -5,6 +5,7 @@
       --workdir=runs/nano --config.total_tokens=20_000_000
 """
 
+import errno
 import pathlib
 import sys
 
@@ -63,6 +64,10 @@ def main(argv: list[str]) -> None:
     RollbackError,
   ) as error:
     sys.exit(f'{type(error).__name__}: {error}')
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    sys.exit(f'{error}; the same command continues when there is room')
   if not result.is_complete:
     sys.exit(_STOPPED)
 

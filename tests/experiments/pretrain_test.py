@@ -1,6 +1,7 @@
 """The command: what goes wrong is said in one line, before anything else."""
 
 import concurrent.futures
+import errno
 import os
 import pathlib
 import subprocess
@@ -79,6 +80,14 @@ class MainTest(parameterized.TestCase):
   def test_bugs_keep_their_traceback(self):
     with self.assertRaises(ZeroDivisionError):
       self.run_main(side_effect=ZeroDivisionError)
+
+  def test_a_full_disk(self):
+    with self.assertRaisesRegex(
+      SystemExit, 'No space left on device: .x.; the'
+    ):
+      self.run_main(side_effect=OSError(errno.ENOSPC, os.strerror(28), 'x'))
+    with self.assertRaises(OSError):
+      self.run_main(side_effect=OSError(errno.EINVAL, 'another'))
 
   def test_stopped(self):
     with self.assertRaises(SystemExit) as caught:
