@@ -54,7 +54,10 @@ def make_batch():
 
 @functools.cache
 def compiled():
-  return jax.jit(functools.partial(eval_step.eval_step, CONFIG, SOURCES))
+  return jax.jit(
+    functools.partial(eval_step.eval_step, CONFIG, SOURCES),
+    compiler_options={'xla_backend_optimization_level': 0},
+  )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import functools
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 from hybrid_moe import sharding, train_state
 from hybrid_moe.balance.state import router_view
@@ -55,7 +55,7 @@ def sample(state=None, prompt=PROMPT, num_tokens=9, **kwargs):
   )
 
 
-class SamplingTest(parameterized.TestCase):
+class SamplingTest(absltest.TestCase):
   def test_greedy_takes_the_likeliest_token(self):
     ids = sample(temperature=0.0)
     self.assertEqual(ids.dtype, np.int32)
@@ -91,15 +91,14 @@ class SamplingTest(parameterized.TestCase):
     np.testing.assert_array_equal(first, sample(temperature=1.0, seed=1))
     self.assertTrue(np.any(first != sample(temperature=1.0, seed=2)))
 
-  @parameterized.parameters(0.0, 1.0)
-  def test_devices_do_not_change_the_sample(self, temperature):
-    want = sample(temperature=temperature)
+  def test_devices_do_not_change_the_sample(self):
+    want = sample(temperature=1.0)
     with jax.set_mesh(make_mesh(MeshConfig())):
       state = train_state.init_state(CONFIG, jax.random.key(0))
       balance = jax.tree.map(
         lambda x: sharding.constrain(x, sharding.REPLICATED), state.balance
       )
-      got = sample(state.replace(balance=balance), temperature=temperature)
+      got = sample(state.replace(balance=balance), temperature=1.0)
     np.testing.assert_array_equal(got, want)
 
   def test_nothing_to_add(self):

@@ -13,7 +13,6 @@ from hybrid_moe.config import REMAT_POLICIES
 from hybrid_moe.model.decoder import LOOP, Decoder, head_matrix
 from hybrid_moe.model_config import (
   BalanceConfig,
-  KdaConfig,
   LocalAttentionConfig,
   MlaConfig,
   ModelConfig,
@@ -33,13 +32,6 @@ MODEL = ModelConfig(
   init_std=0.3,
   dtype='float32',
   scan_blocks=False,
-  kda=KdaConfig(
-    num_heads=1,
-    key_dim=32,
-    value_dim=32,
-    gate_rank=4,
-    implementation='reference',
-  ),
   mla=MlaConfig(
     num_heads=2,
     q_lora_rank=8,
@@ -220,7 +212,7 @@ class LoopTest(parameterized.TestCase):
 
 class DecoderTest(parameterized.TestCase):
   def test_remat_policies_give_equal_gradients(self):
-    model = dataclasses.replace(MODEL, num_layers=2, mixers=('kda', 'mla'))
+    model = dataclasses.replace(MODEL, num_layers=2)
     params = random_params(model)
     want, want_grads = run(model, 'none', params)
     for remat in REMAT_POLICIES[1:]:
