@@ -66,8 +66,8 @@ class StageConfig:
     mixture: sources of the rows.
     mesh: device mesh of the stage.
     remat: what the backward pass recomputes: 'none' keeps every activation,
-      'layer' keeps layer inputs only, 'layer_save_mixer' keeps the mixers'
-      outputs too.
+      'layer' keeps layer inputs only, 'layer_save_mixer' keeps too what
+      the mixing of tokens yields, its most expensive part.
   """
 
   name: str

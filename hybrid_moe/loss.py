@@ -5,7 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Most logits that exist at once, over all rows: 256 MiB of float32.
+from hybrid_moe import sharding
+
+# Most logits that exist at once on a device: 256 MiB of float32.
 _LOGITS_AT_ONCE = 2**26
 
 
@@ -26,7 +28,8 @@ def token_losses(
 
   Args:
     hidden_BTD: normed outputs of the decoder.
-    head_DU: output embedding, replicated, in the dtype of `hidden_BTD`.
+    head_DU: output embedding, replicated float32; the product is in the dtype
+      of `hidden_BTD`, and the gradients of all stretches add up in float32.
     targets_BT: int32 ids in [0, U).
 
   Returns:
@@ -34,11 +37,15 @@ def token_losses(
   """
   B, T, D = hidden_BTD.shape
   U = head_DU.shape[1]
+  rows = -(-B // sharding.num_batch_shards())
 
   @jax.checkpoint
   def stretch(hidden_BCD, targets_BC):
     logits_BCU = jnp.einsum(
-      'bcd,du->bcu', hidden_BCD, head_DU, preferred_element_type=jnp.float32
+      'bcd,du->bcu',
+      hidden_BCD,
+      head_DU.astype(hidden_BCD.dtype),
+      preferred_element_type=jnp.float32,
     )
     log_z_BC = jax.nn.logsumexp(logits_BCU, axis=-1)
     # A masked sum, because a gather along a dimension that may be sharded
@@ -47,7 +54,7 @@ def token_losses(
     target_BC = jnp.sum(jnp.where(is_target, logits_BCU, 0.0), axis=-1)
     return TokenLosses(log_z_BC - target_BC, log_z_BC)
 
-  length = max(1, min(T, _LOGITS_AT_ONCE // (B * U)))
+  length = max(1, min(T, _LOGITS_AT_ONCE // (rows * U)))
   count = -(-T // length)
   if count == 1:
     return stretch(hidden_BTD, targets_BT)

@@ -1,8 +1,9 @@
 """Every PartitionSpec of the project, named by role and dims.
 
-Rows of a batch are split over `data`. A parameter is split over `data` along
-its model width (fully sharded data parallelism) and gathered where it is
-used; its gradient and optimiser state keep the parameter's own sharding.
+Rows of a batch are split over `data`. So is every matrix (fully sharded data
+parallelism), along the first of its model width, experts, latent width or rank
+that divides; it is gathered where it is used, and its gradient and optimiser
+state keep its own sharding.
 Outside a mesh all of this is the identity, so that single-device tests and
 notebooks need no mesh.
 """
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 from hybrid_moe import mesh as mesh_lib
 
 # The mesh axis that a parameter's dimension is split over, by its letter.
-_PARAMETER_AXIS = {'D': mesh_lib.DATA}
+_PARAMETER_AXIS = {letter: mesh_lib.DATA for letter in 'DEZR'}
 
 TOKENS_BT = PartitionSpec(mesh_lib.DATA, None)
 ACT_BTD = PartitionSpec(mesh_lib.DATA, None, None)
@@ -29,11 +30,17 @@ def has_mesh() -> bool:
   return not jax.sharding.get_abstract_mesh().empty
 
 
+def num_batch_shards() -> int:
+  """Parts into which the rows of a batch are split."""
+  abstract_mesh = jax.sharding.get_abstract_mesh()
+  return 1 if abstract_mesh.empty else abstract_mesh.shape[mesh_lib.DATA]
+
+
 def parameter(dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
   """Spec of a parameter with one letter a dimension (`'DHK'`).
 
-  A dimension that its axis does not divide stays whole, as does a second
-  dimension of the same letter. None outside a mesh.
+  An axis splits the first dimension that it may split and that it divides.
+  None outside a mesh.
   """
   abstract_mesh = jax.sharding.get_abstract_mesh()
   if abstract_mesh.empty:
@@ -68,6 +75,11 @@ def gather(w: jax.Array) -> jax.Array:
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """Moves `x` to `spec`; the identity outside a mesh."""
   return jax.sharding.reshard(x, spec) if has_mesh() else x
+
+
+def spec_of(x: jax.Array) -> PartitionSpec | None:
+  """Spec of an array that is being traced; None outside a mesh."""
+  return jax.typeof(x).sharding.spec if has_mesh() else None
 
 
 def reshape_rows(x: jax.Array, *dims: int) -> jax.Array:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from hybrid_moe import mesh as mesh_lib
 from hybrid_moe import sharding
 from hybrid_moe.balance.state import BalanceState, init_balance, router_view
 from hybrid_moe.config import ExperimentConfig
@@ -103,9 +102,8 @@ def _state_around(
 
 def _abstract_params(config: ExperimentConfig) -> dict[str, Any]:
   """Shapes and shardings of the parameters on the mesh in use."""
-  mesh = jax.sharding.get_abstract_mesh()
   # One token a shard is the smallest input; parameters do not depend on it.
-  rows = 1 if mesh.empty else mesh.shape[mesh_lib.DATA]
+  rows = sharding.num_batch_shards()
 
   def init():
     tokens_BT = sharding.constrain(

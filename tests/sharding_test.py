@@ -27,7 +27,9 @@ class ShardingTest(parameterized.TestCase):
     ('DF', (12, 8), (None, None)),
     # A mesh axis splits one dimension only.
     ('DD', (16, 16), ('data', None)),
-    ('EZF', (8, 8, 8), (None, None, None)),
+    ('EZF', (8, 8, 8), ('data', None, None)),
+    ('EZF', (12, 8, 8), (None, 'data', None)),
+    ('RHK', (16, 2, 4), ('data', None, None)),
     ('.', (8,), (None,)),
   )
   def test_parameter_spec(self, dims, shape, want):

@@ -259,7 +259,7 @@ class BalanceTest(parameterized.TestCase):
   def test_exact_estimator_agrees_with_the_histogram(self):
     config = self.with_method(estimator='exact')
     state = standing_still(state_of(config))
-    exact, metrics = compiled(config)(state, make_batch())
+    exact, _ = compiled(config)(state, make_batch())
     rough, _ = compiled(CONFIG)(standing_still(state_of(CONFIG)), make_batch())
     # The first histogram spans [-1, 1].
     width = 2 / CONFIG.balance.num_bins

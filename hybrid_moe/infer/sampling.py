@@ -51,9 +51,8 @@ def sample(
   """
   if len(prompt) == 0:
     raise ValueError('prompt=[]: accepted is at least one token')
-  mesh = jax.sharding.get_abstract_mesh()
   # One row for each shard of the batch: a smaller batch cannot be split.
-  rows = 1 if mesh.empty else mesh.shape['data']
+  rows = sharding.num_batch_shards()
   length = len(prompt) + num_tokens
   tokens_T = np.zeros(length, np.int32)
   tokens_T[: len(prompt)] = prompt
@@ -109,7 +108,10 @@ def _generate(
       out.hidden_BTD, position - 1, axis=1, keepdims=False
     )
     logits_BU = jnp.einsum(
-      'bd,du->bu', hidden_BD, head_DU, preferred_element_type=jnp.float32
+      'bd,du->bu',
+      hidden_BD,
+      head_DU.astype(hidden_BD.dtype),
+      preferred_element_type=jnp.float32,
     )
     logits_BU = jnp.where(is_allowed_U[None], logits_BU, -jnp.inf)
     if temperature > 0:

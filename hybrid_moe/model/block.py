@@ -21,10 +21,9 @@ from hybrid_moe.model.kda_layer import KdaLayer
 from hybrid_moe.model.latent_moe import LatentMoe
 from hybrid_moe.model.local_attention import LocalAttention
 from hybrid_moe.model.situ_glu import SituGlu
+from hybrid_moe.model.softmax_attention import MIXED_TOKENS
 from hybrid_moe.model_config import BalanceConfig, ModelConfig
-
-# Activations that remat policies name: outputs of the token mixers.
-MIXER_OUTPUT = 'mixer_output'
+from pallas_kernels.kda import ENTRY_STATES
 
 
 class LayerKind(NamedTuple):
@@ -103,7 +102,6 @@ class Layer(nn.Module):
         y_BTD, max_logit_H = GatedMla(c, name='mixer')(h_BTD, segment_ids_BT)
       case 'local':
         y_BTD = LocalAttention(c, name='mixer')(h_BTD, segment_ids_BT)
-    y_BTD = jax.ad_checkpoint.checkpoint_name(y_BTD, MIXER_OUTPUT)
     x_BTD = y_BTD if x_BTD is None else x_BTD + y_BTD
     h_BTD = norm('ffn_norm')(read(x_BTD, 'ffn_residual'))
     stats, aux_loss = None, jnp.zeros((), jnp.float32)
@@ -122,7 +120,9 @@ def remat_layer(policy: str) -> type[nn.Module]:
     return Layer
   save = None
   if policy == 'layer_save_mixer':
-    save = jax.checkpoint_policies.save_only_these_names(MIXER_OUTPUT)
+    save = jax.checkpoint_policies.save_only_these_names(
+      MIXED_TOKENS, ENTRY_STATES
+    )
   return nn.remat(Layer, policy=save, prevent_cse=True)
 
 

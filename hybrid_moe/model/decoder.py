@@ -15,6 +15,7 @@ from hybrid_moe.balance.state import RouterStats, RouterView
 from hybrid_moe.model import norms, parameters
 from hybrid_moe.model.attention_residual import MixBlocks
 from hybrid_moe.model.block import Block, BlockOutput, LayerKind
+from hybrid_moe.model.linear import whole
 from hybrid_moe.model.mtp import MtpLayer
 from hybrid_moe.model_config import BalanceConfig, ModelConfig
 
@@ -148,14 +149,15 @@ class Decoder(nn.Module):
     """
     c = self.config
     table_UD = parameters.matrix(
-      self, 'table', 'UD', (c.vocab_size, c.d_model), c.init_std, c.dtype
+      self, 'table', 'UD', (c.vocab_size, c.d_model), c.init_std
     )
     # Owned here, used through `head_matrix`: the loss multiplies it chunk by
     # chunk of tokens.
-    parameters.matrix(
-      self, 'head', 'DU', (c.d_model, c.vocab_size), c.init_std, c.dtype
-    )
-    x = sharding.look_up(table_UD, tokens_BT)
+    parameters.matrix(self, 'head', 'DU', (c.d_model, c.vocab_size), c.init_std)
+    # Rows are cast after they are looked up: their gradients, of which a token
+    # that is repeated has many, then add up in float32.
+    table_UD = whole(table_UD, c.dtype)
+    x = sharding.look_up(table_UD, tokens_BT).astype(c.dtype)
     sources = [x]
     all_stats: list[RouterStats] = []
     max_logits: MaxLogits = {}
@@ -184,7 +186,10 @@ class Decoder(nn.Module):
     if c.mtp_layers:
       mtp_view = jax.tree.map(lambda v: v[first_view], views)
       out = MtpLayer(c, self.balance, self.remat, name='mtp')(
-        x, sharding.look_up(table_UD, targets_BT), segment_ids_BT, mtp_view
+        x,
+        sharding.look_up(table_UD, targets_BT).astype(c.dtype),
+        segment_ids_BT,
+        mtp_view,
       )
       mtp_hidden_BTD = out.x_BTD
       aux_loss = aux_loss + out.aux_loss
@@ -241,5 +246,5 @@ class Decoder(nn.Module):
 
 
 def head_matrix(params: dict, dtype: str) -> jax.Array:
-  """The output embedding [D, U] of a decoder's parameters, ready for use."""
-  return sharding.gather(params['head'].astype(dtype))
+  """The output embedding [D, U] of a decoder's parameters; see `whole`."""
+  return whole(params['head'], dtype)

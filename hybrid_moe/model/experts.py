@@ -97,16 +97,64 @@ def _grouped_matmul(x_MK: jax.Array, w_EKF: jax.Array, slots: _Slots):
   """Each slot's row times its expert's matrix, accumulated in float32."""
   if slots.block_expert is None:
     return jax.lax.ragged_dot(
-      x_MK, w_EKF, slots.group_sizes_E, preferred_element_type=jnp.float32
+      x_MK,
+      w_EKF.astype(x_MK.dtype),
+      slots.group_sizes_E,
+      preferred_element_type=jnp.float32,
     )
-  blocks = x_MK.reshape(slots.block_expert.size, -1, x_MK.shape[-1])
-  product = jnp.einsum(
+  return _blocked_matmul(x_MK, w_EKF, slots.block_expert)
+
+
+@jax.custom_vjp
+def _blocked_matmul(x_MK, w_EKF, block_expert):
+  """Blocks of rows, each times its expert's matrix; float32 result."""
+  y = jnp.einsum(
     'nck,nkf->ncf',
-    blocks,
-    w_EKF[slots.block_expert],
+    _in_blocks(x_MK, block_expert),
+    w_EKF.astype(x_MK.dtype)[block_expert],
     preferred_element_type=jnp.float32,
   )
-  return product.reshape(x_MK.shape[0], -1)
+  return y.reshape(x_MK.shape[0], -1)
+
+
+def _blocked_matmul_fwd(x_MK, w_EKF, block_expert):
+  y_MF = _blocked_matmul(x_MK, w_EKF, block_expert)
+  return y_MF, (x_MK, w_EKF, block_expert)
+
+
+def _blocked_matmul_bwd(saved, dy_MF):
+  x_MK, w_EKF, block_expert = saved
+  dy = _in_blocks(dy_MF.astype(x_MK.dtype), block_expert)
+  dx = jnp.einsum(
+    'ncf,nkf->nck',
+    dy,
+    w_EKF.astype(x_MK.dtype)[block_expert],
+    preferred_element_type=jnp.float32,
+  )
+  # An expert's gradient adds up over its blocks in float32.
+  dw_EKF = jax.ops.segment_sum(
+    jnp.einsum(
+      'nck,ncf->nkf',
+      _in_blocks(x_MK, block_expert),
+      dy,
+      preferred_element_type=jnp.float32,
+    ),
+    block_expert,
+    w_EKF.shape[0],
+    indices_are_sorted=True,
+  )
+  return (
+    dx.reshape(x_MK.shape).astype(x_MK.dtype),
+    dw_EKF.astype(w_EKF.dtype),
+    None,
+  )
+
+
+_blocked_matmul.defvjp(_blocked_matmul_fwd, _blocked_matmul_bwd)
+
+
+def _in_blocks(x_MK, block_expert):
+  return x_MK.reshape(block_expert.size, -1, x_MK.shape[-1])
 
 
 def run_experts(
@@ -127,7 +175,8 @@ def run_experts(
   Args:
     z_NZ: latents of the tokens.
     routes: chosen experts and their weights.
-    weights: the experts' SiTU-GLU weights, in the dtype of `z_NZ`.
+    weights: the experts' SiTU-GLU weights, float32; the products are in the
+      dtype of `z_NZ`.
     gate_cap: bound of the gate branch.
     up_cap: bound of the up branch.
     implementation: 'ragged_dot' or 'blocked'.

@@ -7,10 +7,19 @@ token is the normed latent and the key part that all heads share.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from hybrid_moe import sharding
 from hybrid_moe.model import norms, parameters
-from hybrid_moe.model.softmax_attention import softmax_attention
+from hybrid_moe.model.linear import (
+  linear,
+  merge_heads,
+  project_heads,
+  whole,
+)
+from hybrid_moe.model.softmax_attention import (
+  MIXED_TOKENS,
+  softmax_attention,
+)
 from hybrid_moe.model_config import ModelConfig
 from hybrid_moe.parallel.batch_shards import map_batch_shards
 
@@ -39,19 +48,6 @@ def expand_keys(
   return jnp.concatenate([up[..., :head_dim], shared], -1), up[..., head_dim:]
 
 
-def project_heads(x_BTR: jax.Array, w_RHK: jax.Array) -> jax.Array:
-  """[B, T, R] to [B, T, H, K] as one matrix product."""
-  R, H, K = w_RHK.shape
-  return sharding.reshape_rows(x_BTR @ w_RHK.reshape(R, H * K), H, K)
-
-
-def merge_heads(x_BTHV: jax.Array, w_HVD: jax.Array) -> jax.Array:
-  """[B, T, H, V] to [B, T, D] as one matrix product."""
-  H, V, D = w_HVD.shape
-  x_BTX = sharding.reshape_rows(x_BTHV, H * V)
-  return x_BTX @ w_HVD.reshape(H * V, D)
-
-
 class GatedMla(nn.Module):
   """Latent queries, keys and values, softmax attention, sigmoid gate."""
 
@@ -67,7 +63,7 @@ class GatedMla(nn.Module):
     key_dim = m.head_dim + m.shared_key_dim
 
     def weight(name, dims, shape):
-      return parameters.matrix(self, name, dims, shape, c.init_std, c.dtype)
+      return parameters.matrix(self, name, dims, shape, c.init_std)
 
     def latent_norm(name):
       return norms.RmsNorm(c.latent_norm_eps, name=name)
@@ -75,7 +71,7 @@ class GatedMla(nn.Module):
     if m.q_lora_rank:
       q_down_DR = weight('q_down', 'DR', (d, m.q_lora_rank))
       q_up_RHK = weight('q_up', 'RHK', (m.q_lora_rank, H, key_dim))
-      q_latent_BTR = latent_norm('q_norm')(x_BTD @ q_down_DR)
+      q_latent_BTR = latent_norm('q_norm')(linear(x_BTD, q_down_DR))
       q_BTHK = project_heads(q_latent_BTR, q_up_RHK)
     else:
       q_BTHK = project_heads(x_BTD, weight('q_proj', 'DHK', (d, H, key_dim)))
@@ -83,22 +79,25 @@ class GatedMla(nn.Module):
     kv_up_RHX = weight(
       'kv_up', 'RHX', (m.kv_lora_rank, H, m.head_dim + m.value_dim)
     )
-    kv_BTX = x_BTD @ kv_down_DX
+    kv_BTX = linear(x_BTD, kv_down_DX)
     latent_BTR = latent_norm('kv_norm')(kv_BTX[..., : m.kv_lora_rank])
     shared_key_BTP = kv_BTX[..., m.kv_lora_rank :]
 
     def attend(batched, kv_up_RHX):
       q_BTHK, latent_BTR, shared_key_BTP, segment_ids_BT = batched
       k_BTHK, v_BTHV = expand_keys(
-        latent_BTR, shared_key_BTP, kv_up_RHX, m.head_dim
+        latent_BTR, shared_key_BTP, kv_up_RHX.astype(c.dtype), m.head_dim
       )
       return softmax_attention(
         q_BTHK, k_BTHK, v_BTHV, segment_ids_BT, scale=key_dim**-0.5
       )
 
     out_BTHV, top_BH = map_batch_shards(
-      attend, (q_BTHK, latent_BTR, shared_key_BTP, segment_ids_BT), kv_up_RHX
+      attend,
+      (q_BTHK, latent_BTR, shared_key_BTP, segment_ids_BT),
+      whole(kv_up_RHX, c.dtype),
     )
+    out_BTHV = checkpoint_name(out_BTHV, MIXED_TOKENS)
     if m.output_gate:
       g_proj_DHV = weight('g_proj', 'DHV', (d, H, m.value_dim))
       gate_BTHV = project_heads(x_BTD, g_proj_DHV).astype(jnp.float32)

@@ -8,11 +8,13 @@ itself is `pallas_kernels.kda.kda`; this layer owns what surrounds it.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_moe import sharding
 from hybrid_moe.model import norms, parameters
-from hybrid_moe.model.gated_mla import merge_heads, project_heads
+from hybrid_moe.model.linear import linear, merge_heads, project_heads
 from hybrid_moe.model.short_conv import short_conv
+from hybrid_moe.model.softmax_attention import MIXED_TOKENS
 from hybrid_moe.model_config import ModelConfig
 from hybrid_moe.parallel.batch_shards import map_batch_shards
 from pallas_kernels.kda import kda
@@ -56,14 +58,14 @@ class KdaLayer(nn.Module):
     bounded = a.gate == 'bounded'
 
     def weight(name, dims, shape):
-      return parameters.matrix(self, name, dims, shape, c.init_std, c.dtype)
+      return parameters.matrix(self, name, dims, shape, c.init_std)
 
     def convolved(prefix, heads, width):
       w_DHK = weight(f'{prefix}_proj', 'DHK', (d, heads, width))
       taps = parameters.vector(
         self, f'{prefix}_conv', (a.conv_width, heads * width), init_conv
       )
-      y_BTX = x_BTD @ w_DHK.reshape(d, heads * width)
+      y_BTX = linear(x_BTD, w_DHK.reshape(d, heads * width))
       y_BTX = short_conv(y_BTX, taps, segment_ids_BT)
       return sharding.reshape_rows(y_BTX, heads, width)
 
@@ -72,8 +74,8 @@ class KdaLayer(nn.Module):
     v_BTHV = convolved('v', HV, a.value_dim)
     f_down_DR = weight('f_down', 'DR', (d, a.gate_rank))
     f_up_RHK = weight('f_up', 'RHK', (a.gate_rank, HV, a.key_dim))
-    g_BTHK = project_heads(x_BTD @ f_down_DR, f_up_RHK)
-    beta_BTH = x_BTD @ weight('b_proj', 'DH', (d, HV))
+    g_BTHK = project_heads(linear(x_BTD, f_down_DR), f_up_RHK)
+    beta_BTH = linear(x_BTD, weight('b_proj', 'DH', (d, HV)))
     a_log_H = parameters.vector(
       self,
       'A_log',
@@ -107,11 +109,12 @@ class KdaLayer(nn.Module):
       (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, segment_ids_BT),
       (a_log_H, dt_bias_HK),
     )
+    out_BTHV = checkpoint_name(out_BTHV, MIXED_TOKENS)
     out_BTHV = norms.RmsNorm(c.norm_eps, name='o_norm')(out_BTHV)
     if a.output_gate_rank:
       g_down_DR = weight('g_down', 'DR', (d, a.output_gate_rank))
       g_up_RHV = weight('g_up', 'RHV', (a.output_gate_rank, HV, a.value_dim))
-      gate_BTHV = project_heads(x_BTD @ g_down_DR, g_up_RHV)
+      gate_BTHV = project_heads(linear(x_BTD, g_down_DR), g_up_RHV)
     else:
       g_proj_DHV = weight('g_proj', 'DHV', (d, HV, a.value_dim))
       gate_BTHV = project_heads(x_BTD, g_proj_DHV)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from hybrid_moe.balance.quantile import aux_loss, observe
 from hybrid_moe.balance.state import RouterStats, RouterView
 from hybrid_moe.model import experts, norms, parameters, router
+from hybrid_moe.model.linear import linear, whole
 from hybrid_moe.model.situ_glu import SituGlu
 from hybrid_moe.model_config import BalanceConfig, ModelConfig
 from hybrid_moe.parallel.batch_shards import map_batch_shards
@@ -38,19 +39,19 @@ class LatentMoe(nn.Module):
     d, Z = c.d_model, m.latent_dim or c.d_model
     E, F = m.num_experts, m.expert_hidden
 
-    def weight(name, dims, shape, dtype=c.dtype):
-      return parameters.matrix(self, name, dims, shape, c.init_std, dtype)
+    def weight(name, dims, shape):
+      return parameters.matrix(self, name, dims, shape, c.init_std)
 
-    router_DE = weight('router', 'DE', (d, E), jnp.float32)
+    router_DE = weight('router', 'DE', (d, E))
     scores_BTE = router.router_scores(x_BTD, router_DE)
     if m.latent_dim:
-      z_BTZ = x_BTD @ weight('latent_down', 'DZ', (d, Z))
+      z_BTZ = linear(x_BTD, weight('latent_down', 'DZ', (d, Z)))
     else:
       z_BTZ = x_BTD
     expert_weights = experts.ExpertWeights(
-      weight('w_gate', 'EZF', (E, Z, F)),
-      weight('w_up', 'EZF', (E, Z, F)),
-      weight('w_down', 'EFZ', (E, F, Z)),
+      whole(weight('w_gate', 'EZF', (E, Z, F)), c.dtype),
+      whole(weight('w_up', 'EZF', (E, Z, F)), c.dtype),
+      whole(weight('w_down', 'EFZ', (E, F, Z)), c.dtype),
     )
     implementation = experts.resolve_implementation(m.implementation)
 
@@ -85,7 +86,9 @@ class LatentMoe(nn.Module):
     )
     if m.use_latent_norm:
       u_BTZ = norms.RmsNorm(c.norm_eps, name='latent_norm')(u_BTZ)
-    y_BTD = u_BTZ @ weight('latent_up', 'ZD', (Z, d)) if m.latent_dim else u_BTZ
+    y_BTD = u_BTZ
+    if m.latent_dim:
+      y_BTD = linear(u_BTZ, weight('latent_up', 'ZD', (Z, d)))
     if m.num_shared_experts:
       shared = SituGlu(c, m.num_shared_experts * F, name='shared')
       y_BTD = y_BTD + shared(x_BTD)

@@ -6,10 +6,14 @@ which a recurrent layer's compression of near tokens should be made good.
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_moe.model import parameters
-from hybrid_moe.model.gated_mla import merge_heads, project_heads
-from hybrid_moe.model.softmax_attention import softmax_attention
+from hybrid_moe.model.linear import merge_heads, project_heads
+from hybrid_moe.model.softmax_attention import (
+  MIXED_TOKENS,
+  softmax_attention,
+)
 from hybrid_moe.model_config import ModelConfig
 from hybrid_moe.parallel.batch_shards import map_batch_shards
 
@@ -25,7 +29,7 @@ class LocalAttention(nn.Module):
     shape = (c.d_model, a.num_heads, a.head_dim)
 
     def heads(name):
-      w_DHK = parameters.matrix(self, name, 'DHK', shape, c.init_std, c.dtype)
+      w_DHK = parameters.matrix(self, name, 'DHK', shape, c.init_std)
       return project_heads(x_BTD, w_DHK)
 
     def attend(batched, _):
@@ -38,7 +42,8 @@ class LocalAttention(nn.Module):
       (heads('q_proj'), heads('k_proj'), heads('v_proj'), segment_ids_BT),
       (),
     )
+    out_BTHV = checkpoint_name(out_BTHV, MIXED_TOKENS)
     o_proj_HVD = parameters.matrix(
-      self, 'o_proj', 'HVD', (*shape[1:], c.d_model), c.init_std, c.dtype
+      self, 'o_proj', 'HVD', (*shape[1:], c.d_model), c.init_std
     )
     return merge_heads(out_BTHV.astype(x_BTD.dtype), o_proj_HVD)

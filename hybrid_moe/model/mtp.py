@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hybrid_moe.balance.state import RouterView
 from hybrid_moe.model import norms, parameters
 from hybrid_moe.model.block import LayerKind, LayerOutput, remat_layer
+from hybrid_moe.model.linear import linear
 from hybrid_moe.model_config import BalanceConfig, ModelConfig
 
 
@@ -46,11 +47,12 @@ class MtpLayer(nn.Module):
       'XD',
       (2 * c.d_model, c.d_model),
       c.init_std,
-      c.dtype,
     )
     layer = remat_layer(self.remat)(
       c, self.balance, LayerKind('mla', True), False, name='layer'
     )
-    out = layer(joined_BTX @ projection_XD, (), None, segment_ids_BT, view)
+    out = layer(
+      linear(joined_BTX, projection_XD), (), None, segment_ids_BT, view
+    )
     normed = norms.RmsNorm(c.norm_eps, name='final_norm')(out.x_BTD)
     return out._replace(x_BTD=normed)

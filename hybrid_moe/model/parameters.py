@@ -1,8 +1,4 @@
-"""Parameters of a Linen module: declared here, gathered at use.
-
-Masters are float32. A matrix is cast to the compute dtype before it is
-gathered, so that the exchange moves the smaller type.
-"""
+"""Parameters of a Linen module: float32 masters, born where they belong."""
 
 import contextlib
 import contextvars
@@ -30,9 +26,8 @@ def matrix(
   dims: str,
   shape: tuple[int, ...],
   std: float,
-  dtype: str | jnp.dtype,
 ) -> jax.Array:
-  """A weight of the module, normal with deviation `std`, ready for use.
+  """A weight of the module, normal with deviation `std`, split over devices.
 
   Args:
     module: the module that owns the parameter, inside its `@nn.compact` call.
@@ -40,13 +35,11 @@ def matrix(
     dims: one letter a dimension, as in `sharding.parameter`.
     shape: sizes.
     std: standard deviation of the initial values.
-    dtype: dtype of the result.
 
   Returns:
-    The weight, replicated, in `dtype`.
+    The float32 weight; `linear.py` has what multiplies by it.
   """
-  w = _declare(module, name, _normal(std), dims, shape)
-  return sharding.gather(w.astype(dtype))
+  return _declare(module, name, _normal(std), dims, shape)
 
 
 def vector(

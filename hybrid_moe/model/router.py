@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_moe.balance.quantile import biased_scores
+from hybrid_moe.model.linear import linear
 
 # Keeps the weights finite when every chosen score has underflowed to zero. The
 # gradient divides by its square, which is a normal float32.
@@ -36,13 +37,8 @@ def router_scores(x_BTD: jax.Array, w_DE: jax.Array) -> jax.Array:
   Near 0.5 a bfloat16 score is as coarse as a bin of the balancer, hence
   float32 operands and accumulation.
   """
-  logits = jnp.einsum(
-    'btd,de->bte',
-    x_BTD.astype(jnp.float32),
-    w_DE.astype(jnp.float32),
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  return jax.nn.sigmoid(logits)
+  x_BTD = x_BTD.astype(jnp.float32)
+  return jax.nn.sigmoid(linear(x_BTD, w_DE, jax.lax.Precision.HIGHEST))
 
 
 def route(

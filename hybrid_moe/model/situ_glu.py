@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_moe.model import parameters
+from hybrid_moe.model.linear import linear
 from hybrid_moe.model_config import ModelConfig
 
 
@@ -38,12 +39,15 @@ class SituGlu(nn.Module):
     d = c.d_model
 
     def weight(name, dims, shape):
-      return parameters.matrix(self, name, dims, shape, c.init_std, c.dtype)
+      return parameters.matrix(self, name, dims, shape, c.init_std)
 
     w_gate_DF = weight('w_gate', 'DF', (d, self.hidden))
     w_up_DF = weight('w_up', 'DF', (d, self.hidden))
     w_down_FD = weight('w_down', 'FD', (self.hidden, d))
     h_BTF = situ(
-      x_BTD @ w_gate_DF, x_BTD @ w_up_DF, c.situ_gate_cap, c.situ_up_cap
+      linear(x_BTD, w_gate_DF),
+      linear(x_BTD, w_up_DF),
+      c.situ_gate_cap,
+      c.situ_up_cap,
     )
-    return h_BTF @ w_down_FD
+    return linear(h_BTF, w_down_FD)

@@ -9,6 +9,9 @@ section 2.1.2).
 import jax
 import jax.numpy as jnp
 
+# Name under which mixers save their result for rematerialisation policies.
+MIXED_TOKENS = 'mixed_tokens'
+
 # Largest number of queries whose scores exist at once.
 QUERY_BLOCK = 256
 
@@ -46,6 +49,9 @@ def softmax_attention(
   pad = num_blocks * block - T
   q_BTHK = jnp.pad(q_BTHK, ((0, 0), (0, pad), (0, 0), (0, 0)))
   query_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, pad)))
+  # Every block adds to the gradients of keys and values: in float32.
+  k_dtype, v_dtype = k_BTHK.dtype, v_BTHV.dtype
+  k_BTHK, v_BTHV = k_BTHK.astype(jnp.float32), v_BTHV.astype(jnp.float32)
   # A window's queries see `window - 1` keys before their block; without one,
   # every block sees all keys.
   before = 0 if window is None else window - 1
@@ -71,6 +77,7 @@ def softmax_attention(
       jax.lax.dynamic_slice_in_dim(x, first_key, span, axis=1)
       for x in (k_BTHK, v_BTHV, key_ids_BT)
     )
+    k, v = k.astype(k_dtype), v.astype(v_dtype)
     scores = scale * jnp.einsum(
       'bthk,buhk->bhtu', q, k, preferred_element_type=jnp.float32
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from hybrid_moe import mesh as mesh_lib
 from hybrid_moe import sharding
 
 
@@ -31,8 +32,14 @@ def map_batch_shards(
   """
   if not sharding.has_mesh():
     return function(batched, replicated)
+
+  def run(batched, replicated):
+    # Marked as varying, their gradients are summed over the shards.
+    replicated = jax.lax.pcast(replicated, mesh_lib.DATA, to='varying')
+    return function(batched, replicated)
+
   return jax.shard_map(
-    function,
+    run,
     in_specs=(sharding.ROWS_B, sharding.REPLICATED),
     out_specs=sharding.ROWS_B,
     check_vma=True,

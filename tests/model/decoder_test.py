@@ -231,9 +231,12 @@ class DecoderTest(parameterized.TestCase):
     self.assertEqual(out.max_logits, {})
     self.assertTrue(np.all(np.isfinite(out.hidden_BTD)))
 
-  def test_head_is_used_in_the_compute_dtype(self):
+  def test_head_is_rounded_to_the_compute_dtype(self):
     params = random_params(MODEL)
-    self.assertEqual(head_matrix(params, 'bfloat16').dtype, jnp.bfloat16)
+    np.testing.assert_array_equal(
+      head_matrix(params, 'bfloat16'),
+      params['head'].astype(jnp.bfloat16).astype(jnp.float32),
+    )
     np.testing.assert_array_equal(
       head_matrix(params, 'float32'), params['head']
     )
