@@ -14,6 +14,31 @@ from hybrid_moe.model_config import ModelConfig
 _KDA_CHUNK = 64
 
 
+def kda_flops_per_token(key_dim: int, value_dim: int, chunk: int) -> int:
+  """Operations of the chunked delta rule for one token and head.
+
+  Kimi Linear (arXiv 2510.26692), equation 13, counts 6 d^2 + 3 C d + C^2 for
+  d = K = V, so that figures compare with published ones. With the widths
+  apart, its terms are
+
+  - 6 K V: K V multiply-adds each to read the state for the correction and for
+    the output, and to write to it;
+  - C (2 K + V): scores with keys and with queries and the product with the new
+    values, each with half of a chunk on average;
+  - C^2: the inverse of the triangular system.
+
+  Applying that inverse, C V more in the form that runs here, is not in the
+  equation.
+
+  Args:
+    key_dim: K.
+    value_dim: V.
+    chunk: C.
+  """
+  K, V, C = key_dim, value_dim, chunk
+  return 6 * K * V + C * (2 * K + V) + C * C
+
+
 def count_parameters(params: dict) -> int:
   """Elements of a (possibly abstract) parameter tree."""
   return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(params))
@@ -49,8 +74,8 @@ def forward_flops_per_token(
   """Operations of a forward pass over one token of a row of `seq_len`.
 
   Matrix products count two operations a parameter that the token meets. Kimi
-  Delta Attention adds 3 K V + 2 C (K + V) multiply-adds a head (chunk C), and
-  softmax attention a product with half of the tokens it may see, on average.
+  Delta Attention adds `kda_flops_per_token` a head, and softmax attention a
+  product with half of the tokens it may see, on average.
   """
   total = 2.0 * count_active_parameters(config, params)
   kda, mla, local = config.kda, config.mla, config.local
@@ -58,15 +83,14 @@ def forward_flops_per_token(
   mixers += ['mla'] * config.mtp_layers
   for mixer in mixers:
     if mixer == 'kda':
-      K, V = kda.key_dim, kda.value_dim
-      macs = kda.value_heads * (3 * K * V + 2 * _KDA_CHUNK * (K + V))
+      one_head = kda_flops_per_token(kda.key_dim, kda.value_dim, _KDA_CHUNK)
+      total += kda.value_heads * one_head
     elif mixer == 'mla':
       width = mla.head_dim + mla.shared_key_dim + mla.value_dim
-      macs = mla.num_heads * width * seq_len / 2
+      total += mla.num_heads * width * seq_len
     else:
       seen = min(local.window, seq_len / 2)
-      macs = local.num_heads * 2 * local.head_dim * seen
-    total += 2.0 * macs
+      total += 4.0 * local.num_heads * local.head_dim * seen
   if config.mtp_layers:
     # The output embedding is multiplied once more.
     total += 2.0 * config.d_model * config.vocab_size

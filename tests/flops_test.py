@@ -35,15 +35,35 @@ class FlopsTest(absltest.TestCase):
   def test_forward_by_hand(self):
     params = abstract_params(TINY)
     active = flops.count_active_parameters(TINY, params)
-    kda = 2 * (3 * 32 * 32 + 2 * 64 * (32 + 32))
+    # Equation 13 of Kimi Linear for 2 heads of width 32 and chunks of 64.
+    kda = 2 * (6 * 32**2 + 3 * 64 * 32 + 64**2)
     mla = 2 * (32 + 16 + 32) * T / 2
     self.assertEqual(
       flops.forward_flops_per_token(TINY, params, T),
-      2 * (active + 9 * kda + 4 * mla),
+      2 * (active + 4 * mla) + 9 * kda,
     )
     self.assertEqual(
       flops.training_flops_per_token(TINY, params, T),
       3 * flops.forward_flops_per_token(TINY, params, T),
+    )
+
+  def test_kda_with_widths_of_its_own(self):
+    self.assertEqual(
+      flops.kda_flops_per_token(128, 128, 64),
+      6 * 128**2 + 3 * 64 * 128 + 64**2,
+    )
+    # A further value channel: three passes over the state's K rows, and one
+    # product with half of the chunk.
+    self.assertEqual(
+      flops.kda_flops_per_token(128, 129, 64)
+      - flops.kda_flops_per_token(128, 128, 64),
+      6 * 128 + 64,
+    )
+    # A further key channel: the same, and two kinds of scores.
+    self.assertEqual(
+      flops.kda_flops_per_token(129, 128, 64)
+      - flops.kda_flops_per_token(128, 128, 64),
+      6 * 128 + 2 * 64,
     )
 
   def test_window_bounds_local_attention(self):
