@@ -95,8 +95,8 @@ class LinearTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 8)
   def test_bfloat16_weight_gradient_is_a_float32_sum(self, devices):
-    """4096 tokens add 1 each; bfloat16 sums would stop at 256."""
-    B, T, D = 8, 512, 16
+    """4104 tokens add 1 each, which bfloat16 cannot even hold."""
+    B, T, D = 8, 513, 16
     with on_devices(devices):
       x_BTD = place_rows(jnp.ones((B, T, D), jnp.bfloat16))
       w_DY = place_parameter(normal(0, D, 4), 'DY')
@@ -236,7 +236,7 @@ class LinearTest(parameterized.TestCase):
     exact = gradients('float32')
     got = gradients('bfloat16')
     for name, a, b in zip('qkv', got, exact):
-      self.assertLess(relative_rms(a, b), 5e-3, name)
+      self.assertLess(relative_rms(a, b), 3e-3, name)
 
 
 if __name__ == '__main__':
