@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import target
 from pallas_kernels.kda import (
   chunked_xla,
   chunked_xla_bwd,
@@ -33,8 +34,10 @@ def kda_chunked_xla(
   config: operands.KdaConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs KDA in chunks; arguments and results as `kda_reference`."""
-  tiles = tile.TileConfig()
-  batch, tokens, heads = arrays.v_BTHV.shape[:3]
+  batch, tokens, heads, value_dim = arrays.v_BTHV.shape
+  tiles = tile.choose_tiles(
+    target.target_platform(), arrays.q_BTHK.shape[-1], value_dim
+  )
   if packing.cu_seqlens is not None:
     return _run_sequences(arrays, packing.cu_seqlens, config, tiles)
   blocks, chunks = tiles.split_tokens(tokens, batch * heads)

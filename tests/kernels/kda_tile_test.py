@@ -1,11 +1,20 @@
 """Pieces of the chunked KDA form: tiles, exponents and the inverse."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels.kda import tile, tile_scores, triangular
+from pallas_kernels.kda import (
+  agreement,
+  arg_specs,
+  kda,
+  tile,
+  tile_scores,
+  triangular,
+)
 
 
 def collinear_lower(size, beta, seed=0):
@@ -58,6 +67,62 @@ class TileTest(parameterized.TestCase):
     self.assertGreaterEqual(blocks * chunks, needed)
     self.assertLess(blocks * chunks - needed, blocks)
     self.assertLessEqual(heads * chunks, max(config.max_block, heads))
+
+  def test_the_platform_decides_on_the_length_of_blocks(self):
+    spec = arg_specs.ArgSpec(1, 8192, 32, 32, 128, 128, 'bfloat16')
+    inputs = {
+      name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      for name, x in jax.eval_shape(lambda: arg_specs.make_inputs(spec)).items()
+    }
+    mesh = jax.make_mesh((8,), ('data',))
+
+    def loop_lengths(platform):
+      device = jax.sharding.AbstractDevice('some chip', 1, platform)
+      abstract = jax.sharding.AbstractMesh(
+        (1,), ('data',), mesh.axis_types, abstract_device=device
+      )
+      with jax.sharding.use_abstract_mesh(abstract):
+        program = jax.make_jaxpr(lambda x: kda(**x))(inputs)
+      (call,) = [e for e in program.eqns if 'call_jaxpr' in e.params]
+      return [
+        e.params['length']
+        for e in call.params['call_jaxpr'].eqns
+        if e.primitive.name == 'scan'
+      ]
+
+    self.assertEqual(loop_lengths('cpu'), [128])
+    for platform in ('gpu', 'tpu'):
+      self.assertEqual(loop_lengths(platform), [4])
+
+  @parameterized.parameters(64, 128, 256)
+  def test_blocks_of_accelerators_fit_their_memory(self, width):
+    tiles = tile.choose_tiles('gpu', width, width)
+    one = 16 * 64 * 2 * width * 4
+    self.assertLessEqual(tiles.max_block * one, 2**30)
+    self.assertGreater((tiles.max_block + 1) * one, 2**30)
+
+  def test_the_length_of_blocks_changes_no_result(self):
+    # 5 chunks of 2 heads: two whole blocks and padding, and one block.
+    inputs = arg_specs.make_inputs(arg_specs.ArgSpec(1, 300, 2, 2, 32, 32))
+    ids = jnp.asarray(np.repeat([1, 2, 0], [130, 150, 20])[None], jnp.int32)
+
+    def run(max_block):
+      tiles = tile.TileConfig(max_block=max_block)
+
+      def program(inputs):
+        def call(inputs):
+          return kda(**inputs, segment_ids=ids, return_final_state=True)
+
+        outputs, pull = jax.vjp(call, inputs)
+        return outputs, pull((inputs['v'], inputs['h0']))
+
+      options = {'xla_backend_optimization_level': 0}
+      with mock.patch.object(tile, 'choose_tiles', return_value=tiles):
+        return jax.jit(program, compiler_options=options)(inputs)
+
+    short, long = run(6), run(4096)
+    for a, b in zip(jax.tree.leaves(short), jax.tree.leaves(long), strict=True):
+      self.assertLess(agreement.relative_rms(a, b), 1e-6)
 
   def test_decay_sums(self):
     rng = np.random.default_rng(0)
