@@ -147,11 +147,22 @@ class RollbackLedger:
 
   @property
   def entries(self) -> list[dict[str, Any]]:
-    """Roll-backs, oldest first: restored_step, data_position, reason."""
+    """Roll-backs, oldest first, with the arguments of `record`."""
     return [dict(entry) for entry in self._entries]
 
+  @property
+  def skipped(self) -> int:
+    """Skipped steps that the states after the roll-backs do not count."""
+    return sum(entry.get('skipped', 0) for entry in self._entries)
+
   def record(
-    self, restored_step: int, data_position: int, reason: str, *, write: bool
+    self,
+    restored_step: int,
+    data_position: int,
+    reason: str,
+    *,
+    skipped: int,
+    write: bool,
   ) -> None:
     """Adds a roll-back; on disk, and synced, when this returns.
 
@@ -159,6 +170,7 @@ class RollbackLedger:
       restored_step: step of the checkpoint that the run went back to.
       data_position: first position of the data that is used after it.
       reason: what went wrong, for the report.
+      skipped: steps skipped since that checkpoint, which it does not count.
       write: whether this process writes the file; one process does.
 
     Raises:
@@ -177,6 +189,7 @@ class RollbackLedger:
         'restored_step': restored_step,
         'data_position': data_position,
         'reason': reason,
+        'skipped': skipped,
       }
     )
     if write:

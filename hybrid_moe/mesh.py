@@ -56,13 +56,21 @@ def check_batch(stage: StageConfig, mesh: Mesh) -> None:
   """Checks that the rows of a micro-batch divide over the data axis.
 
   Raises:
-    ConfigError: they do not.
+    ConfigError: they do not; names every number of micro-batches that would
+      do, or the batches that would.
   """
   rows = stage.global_batch // stage.micro_batches
   shards = mesh.shape[DATA]
-  if rows % shards:
-    raise ConfigError(
-      f'stages[{stage.name!r}].global_batch={stage.global_batch}: with '
-      f'micro_batches={stage.micro_batches} a micro-batch has {rows} rows; '
-      f'accepted is a multiple of the data axis, {shards}'
-    )
+  if not rows % shards:
+    return
+  most, rest = divmod(stage.global_batch, shards)
+  if rest:
+    accepted = f'is a global_batch that is a multiple of {shards}'
+  else:
+    works = [m for m in range(1, most + 1) if most % m == 0]
+    accepted = f'is micro_batches one of {works}, or a larger global_batch'
+  raise ConfigError(
+    f'stages[{stage.name!r}].global_batch={stage.global_batch}, '
+    f'micro_batches={stage.micro_batches}: the {rows} rows of a micro-batch '
+    f'do not divide over the data axis of {shards} devices; accepted {accepted}'
+  )

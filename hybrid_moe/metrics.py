@@ -10,12 +10,16 @@ Fields by kind, those in brackets optional:
 
   'train'  TOKENS seen so far, STAGE, LOSS in nats a token, GRAD_NORM,
            LEARNING_RATE, SKIPPED (bool: the step was bad and left no trace),
+           SKIPPED_TOTAL (bad steps so far), TARGETS (tokens of the step that
+           have a loss), [MAX_LOGIT: greatest attention logit],
            [MAX_VIOLATION: greatest load of an expert over the mean load,
-           minus 1, by layer], and under PERF: [STEP_SECONDS,
-           TOKENS_PER_SECOND, MFU]
-  'eval'   TOKENS, STAGE, IS_STAGE_END, LOSS, BY_POSITION ({EDGES: bucket
-           limits, LOSS: one a bucket}), BY_SOURCE ({name: loss}),
-           [UTILIZATION: share of token slots by expert, a list a layer]
+           minus 1, by layer], [BALANCE: what else the balancer tells], and
+           under PERF: [STEP_SECONDS, TOKENS_PER_SECOND, MFU]
+  'eval'   TOKENS, STAGE, IS_STAGE_END (the stage does end here), LOSS,
+           BY_POSITION ({EDGES: bucket limits, LOSS: one a bucket}; a position
+           counts the tokens since its document's start in the row), BY_SOURCE
+           ({name: loss}), [UTILIZATION: share of token slots by expert, a
+           list a layer]
   'event'  EVENT (one of EVENTS), STAGE, and what belongs to it: REASON for a
            damaged checkpoint or a roll-back. Its step is the one that the run
            continues from, so that a later resumption there keeps it
@@ -47,7 +51,11 @@ LOSS = 'loss'
 GRAD_NORM = 'grad_norm'
 LEARNING_RATE = 'lr'
 SKIPPED = 'skipped'
+TARGETS = 'targets'
+SKIPPED_TOTAL = 'skipped_total'
+MAX_LOGIT = 'max_logit'
 MAX_VIOLATION = 'max_violation'
+BALANCE = 'balance'
 IS_STAGE_END = 'is_stage_end'
 BY_POSITION = 'by_position'
 EDGES = 'edges'
@@ -59,11 +67,10 @@ STEP_SECONDS = 'step_s'
 TOKENS_PER_SECOND = 'tokens_per_s'
 MFU = 'mfu'
 
-STAGE_START = 'stage_start'
 STAGE_PROLONGED = 'stage_prolonged'
 ROLLBACK = 'rollback'
 DAMAGED_CHECKPOINT = 'damaged_checkpoint'
-EVENTS = (STAGE_START, STAGE_PROLONGED, ROLLBACK, DAMAGED_CHECKPOINT)
+EVENTS = (STAGE_PROLONGED, ROLLBACK, DAMAGED_CHECKPOINT)
 
 FILE_NAME = 'metrics.jsonl'
 TENSORBOARD_DIR = 'tensorboard'
@@ -131,9 +138,10 @@ class MetricsWriter:
 
     Args:
       workdir: the run's directory; created if it is missing.
-      resume_step: step of the state that the run continues from, 0 for a new
-        run. Records of later steps, which will be written again, and a last
-        line that a kill cut short are dropped.
+      resume_step: step of the state that the run continues from, -1 for a new
+        run, which writes its step 0 itself. Records of later
+        steps, which will be written again, and a last line that a kill cut
+        short are dropped.
     """
     self._workdir = pathlib.Path(workdir)
     self._file = None
@@ -202,6 +210,12 @@ class MetricsWriter:
     """Drops records of later steps, when the run goes back to `step`."""
     self.close()
     self._open(step)
+
+  def sync(self) -> None:
+    """Puts what was written on disk, so that no checkpoint is ahead of it."""
+    if self._file is not None:
+      self._file.flush()
+      os.fsync(self._file.fileno())
 
   def write_text(self, step: int, name: str, text: str) -> None:
     """Shows a text, such as a sample, in TensorBoard alone."""

@@ -62,7 +62,10 @@ def draw_loss(
 
 
 def draw_loss_by_position(evals: Mapping[str, Record]) -> Figure | None:
-  """Validation loss by position in the row, a line a stage.
+  """Validation loss by position in the document, a line a stage.
+
+  A position counts the tokens since the document's start in its row.
+
 
   Args:
     evals: by stage, the 'eval' record to draw.
@@ -74,7 +77,10 @@ def draw_loss_by_position(evals: Mapping[str, Record]) -> Figure | None:
   }
   if not curves:
     return None
-  figure, axes = _figure('position in the row (tokens)', 'loss (nats a token)')
+  figure, axes = _figure(
+    'position in the document (tokens since its start in the row)',
+    'loss (nats a token)',
+  )
   for number, (stage, curve) in enumerate(curves.items()):
     # The first bucket begins at position 0, where a logarithm has no place.
     edges = np.maximum(np.asarray(curve[metrics.EDGES], float), 1.0)

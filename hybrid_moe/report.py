@@ -8,6 +8,7 @@ is not known is said not to be. Facts:
   IS_COMPLETE  whether all stages came to their end
   DEVICES      such as '8 x TPU v5p'
   BIGRAM_LOSS  loss of a bigram model on the validation rows, nats a token
+  LOST_SKIPS   skipped steps that roll-backs took out of the records
   SAMPLE       text that the model generated, prompt included
   STAGES       a list, in order, of dicts: STAGE_NAME, SEQ_LEN, PARAMETERS,
                ACTIVE_PARAMETERS, FLOPS_PER_TOKEN, MEMORY (a `MemoryReport`),
@@ -32,6 +33,7 @@ IS_COMPLETE = 'is_complete'
 DEVICES = 'devices'
 BIGRAM_LOSS = 'bigram_loss'
 SAMPLE = 'sample'
+LOST_SKIPS = 'lost_skips'
 STAGES = 'stages'
 STAGE_NAME = 'name'
 SEQ_LEN = 'seq_len'
@@ -88,11 +90,12 @@ def write_report(
     '## Loss',
     _image(shown, 'loss.png', 'Loss against tokens', 'a loss'),
     _baseline(bigram_loss, newest),
-    '## Loss by position',
+    '## Loss by position in the document',
     _image(
       shown,
       'loss_by_position.png',
-      'Validation loss by position at the end of each stage',
+      'Validation loss by tokens since the start of the document in its row, '
+      'at the end of each stage',
       'a loss by position',
     ),
     '## Experts',
@@ -103,7 +106,7 @@ def write_report(
       'the use of the experts',
     ),
     '## Health',
-    _health(records),
+    _health(records, facts.get(LOST_SKIPS, 0)),
     '## Sample',
     _sample(facts.get(SAMPLE)),
   ]
@@ -252,13 +255,15 @@ def _baseline(bigram_loss: float | None, newest: Record) -> str:
   return f'{text}; this run ends {abs(gain):.4f} nats {side} it.'
 
 
-def _health(records: Sequence[Record]) -> str:
+def _health(records: Sequence[Record], lost_skips: int) -> str:
   skipped = [r[metrics.STEP] for r in records if r.get(metrics.SKIPPED)]
-  lines = [f'- Skipped steps: {len(skipped)}']
+  lines = [f'- Skipped steps: {len(skipped) + lost_skips}']
   if skipped:
     shown = ', '.join(map(str, skipped[:_MAX_LISTED_STEPS]))
     rest = len(skipped) - _MAX_LISTED_STEPS
     lines[0] += f' ({shown}{f" and {rest} more" if rest > 0 else ""})'
+  if lost_skips:
+    lines[0] += f', {lost_skips} of them undone by roll-backs'
   for event, title in (
     (metrics.ROLLBACK, 'Roll-backs'),
     (metrics.DAMAGED_CHECKPOINT, 'Damaged checkpoints'),

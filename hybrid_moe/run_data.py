@@ -5,46 +5,40 @@ standard library with Python. The run goes on, since its data position still
 means something, but it is no longer the run that was not killed.
 """
 
-import json
-import os
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_moe.data.pipeline import StageData
 
-_FILE = 'data.json'
-_COUNTS = ('rows', 'documents', 'tokens')
+_KEY = 'rows'
 
 
-def note_rows(workdir: str, data: Sequence[StageData]) -> list[str]:
-  """Writes down how much each source gives, and what that was before.
+def rows_to_meta(data: Sequence[StageData]) -> dict[str, Any]:
+  """What a checkpoint stores of the rows: digests of all that makes them.
 
   Args:
-    workdir: the run's folder.
+    data: rows of every stage.
+  """
+  return {_KEY: {stage.stage: dict(stage.digests) for stage in data}}
+
+
+def changed_rows(
+  meta: Mapping[str, Any], data: Sequence[StageData]
+) -> list[str]:
+  """Compares the rows with those that a checkpoint's run was on.
+
+  Args:
+    meta: of the checkpoint, with what `rows_to_meta` gave.
     data: rows of every stage.
 
   Returns:
-    A line for each source that gave another number of rows, documents or
-    tokens at the last start in this folder.
+    Names of the stages and sources whose files, tokenizer or document filter
+    are not the same.
   """
-  path = pathlib.Path(workdir) / _FILE
-  now = {
-    f'stage {stage.stage}, source {name}, {split}': _counts(source[split])
-    for stage in data
-    for name, source in stage.report['sources'].items()
-    for split in ('train', 'validation')
-  }
-  before = json.loads(path.read_text()) if path.exists() else {}
-  temporary = path.with_suffix('.tmp')
-  temporary.write_text(json.dumps(now, indent=2) + '\n')
-  os.replace(temporary, path)
+  before = meta.get(_KEY, {})
   return [
-    f'{name}: {counts} now, {before[name]} before'
-    for name, counts in now.items()
-    if name in before and before[name] != counts
+    f'stage {stage.stage!r}, source {source!r}'
+    for stage in data
+    for source, digest in stage.digests.items()
+    if before.get(stage.stage, {}).get(source, digest) != digest
   ]
-
-
-def _counts(report: dict[str, Any]) -> str:
-  return ', '.join(f'{report[name]:,} {name}' for name in _COUNTS)

@@ -49,11 +49,11 @@ def finish(
   workdir: str,
   tokenizer: Tokenizer,
   data: Sequence[StageData],
-  validation: Sequence[dict[str, np.ndarray]],
   state: TrainState,
   *,
   is_complete: bool,
-) -> None:
+  lost_skips: int,
+) -> str:
   """Writes `report.md` and prints a summary.
 
   Args:
@@ -62,54 +62,68 @@ def finish(
     tokenizer: of the data.
     data: rows of every stage; the bigram model is fitted to those that the
       stages train on.
-    validation: batches of the stage in progress.
     state: samples are drawn from it, by all processes together.
     is_complete: whether all stages came to their end; if not, no sample is
       drawn and no bigram model fitted.
+    lost_skips: skipped steps that roll-backs took out of the records.
+
+  Returns:
+    The sample; empty if none was drawn.
   """
   mesh = state.step.sharding.mesh
   text = ''
   # A run that was told to stop has no time for a sample or a baseline.
   if is_complete and config.eval.sample_tokens:
-    prompt = tokenizer.encode(config.eval.sample_prompt)
-    with jax.set_mesh(mesh):
-      ids = sample(
-        config.model,
-        config.balance,
-        state.params,
-        state.balance,
-        prompt,
-        config.eval.sample_tokens,
-        allowed_tokens=tokenizer.vocab_size,
-        seed=config.seed,
-      )
-    text = tokenizer.decode(ids)
+    text = _sample(config, tokenizer, state)
   if jax.process_index() != 0:
-    return
+    return text
   records = metrics.read_metrics(workdir)
   bigram_loss = None
   if is_complete:
-    bigram_loss = _bigram_loss(config, data, validation)
+    bigram_loss = _bigram_loss(config, data)
   facts = {
     report.NAME: os.path.basename(os.path.abspath(workdir)),
     report.IS_COMPLETE: is_complete,
     report.DEVICES: f'{mesh.size} x {mesh.devices.flat[0].device_kind}',
     report.BIGRAM_LOSS: bigram_loss,
     report.SAMPLE: text,
+    report.LOST_SKIPS: lost_skips,
     report.STAGES: _stage_facts(config, workdir, records),
   }
   path = report.write_report(workdir, records, facts)
-  for line in _summary(records, bigram_loss):
+  for line in _summary(records, bigram_loss, lost_skips):
     print(line)
   print(f'report: {path}', flush=True)
+  return text
 
 
-def _bigram_loss(
-  config: ExperimentConfig,
-  data: Sequence[StageData],
-  validation: Sequence[dict[str, np.ndarray]],
-) -> float:
-  """Loss of a bigram model of the run's training rows, up to a number."""
+def _sample(
+  config: ExperimentConfig, tokenizer: Tokenizer, state: TrainState
+) -> str:
+  """The prompt as a document's beginning, and how the model goes on."""
+  prompt = tokenizer.encode(config.eval.sample_prompt)
+  prompt = np.concatenate([[tokenizer.bos_id], prompt])
+  with jax.set_mesh(state.step.sharding.mesh):
+    ids = sample(
+      config.model,
+      config.balance,
+      state.params,
+      state.balance,
+      prompt,
+      config.eval.sample_tokens,
+      allowed_tokens=tokenizer.vocab_size,
+      seed=config.seed,
+    )
+  # The begin mark may be the end mark too.
+  ends = np.flatnonzero(ids[1:] == tokenizer.eos_id)
+  return tokenizer.decode(ids[1:][: ends[0] if len(ends) else None])
+
+
+def _bigram_loss(config: ExperimentConfig, data: Sequence[StageData]) -> float:
+  """Loss of a bigram model of the run's training rows, up to a number.
+
+  On the last stage's validation rows, those of all processes.
+  """
   tokens = _BIGRAM_TOKENS // len(config.stages)
 
   def batches():
@@ -122,7 +136,8 @@ def _bigram_loss(
       finally:
         reader.close()
 
-  return fit_bigram(batches(), config.model.vocab_size).mean_loss(validation)
+  model = fit_bigram(batches(), config.model.vocab_size)
+  return model.mean_loss(data[-1].validation_batches(config.eval.num_batches))
 
 
 def _stage_facts(
@@ -156,7 +171,9 @@ def _load_programs(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _summary(
-  records: Sequence[dict[str, Any]], bigram_loss: float | None
+  records: Sequence[dict[str, Any]],
+  bigram_loss: float | None,
+  lost_skips: int,
 ) -> list[str]:
   """The figures that say whether the run went well."""
   evals = [r for r in records if r[metrics.KIND] == metrics.EVAL]
@@ -174,5 +191,6 @@ def _summary(
     worst = max(trains[-1][metrics.MAX_VIOLATION])
     lines.append(f'expert load: MaxVio {worst:.3f} in the worst layer')
   if trains:
-    lines.append(f'skipped steps: {trains[-1]["skipped_total"]}')
+    skipped = trains[-1][metrics.SKIPPED_TOTAL] + lost_skips
+    lines.append(f'skipped steps: {skipped}')
   return lines

@@ -21,10 +21,10 @@ from hybrid_moe.config import ExperimentConfig
 from hybrid_moe.data.pipeline import StageData, prepare_stage
 from hybrid_moe.data.tokenizer import check_vocabulary, load_tokenizer
 from hybrid_moe.evaluation import evaluate
-from hybrid_moe.mesh import make_mesh
+from hybrid_moe.mesh import check_batch, make_mesh
 from hybrid_moe.preemption import PreemptionSignal
 from hybrid_moe.progress import Progress
-from hybrid_moe.run_data import note_rows
+from hybrid_moe.run_data import changed_rows, rows_to_meta
 from hybrid_moe.run_events import RunEvents
 from hybrid_moe.run_position import RunPosition, require_same_config
 from hybrid_moe.stage import StageProgram, compile_stage
@@ -65,6 +65,9 @@ def run(config: ExperimentConfig, workdir: str) -> RunResult:
       be written.
     RollbackError: the loss did not recover after several roll-backs.
   """
+  # First of all: data can take hours to pack, and programs to compile.
+  for stage in config.stages:
+    check_batch(stage, make_mesh(stage.mesh))
   with open_workdir(workdir):
     runner = _Runner(config, workdir)
     with PreemptionSignal() as signal, runner.checkpoints:
@@ -97,8 +100,6 @@ class _Runner:
       )
       for data in self.data
     ]
-    is_first = jax.process_index() == 0
-    self.changed_rows = note_rows(workdir, self.data) if is_first else []
     self.checkpoints = Checkpoints(
       os.path.join(os.path.abspath(workdir), 'checkpoints'), config.checkpoint
     )
@@ -173,15 +174,17 @@ class _Runner:
         if failure is not None:
           state = None
           state, position = self._roll_back(failure)
-      run_summary.finish(
+      text = run_summary.finish(
         self.config,
         self.workdir,
         self.tokenizer,
         self.data,
-        self.validation[position.stage_index],
         state,
         is_complete=self._is_over(position),
+        lost_skips=self.ledger.skipped,
       )
+      if text:
+        self.writer.write_text(position.step, 'sample', text)
     return RunResult(self._is_over(position), state, position)
 
   def _is_over(self, position: RunPosition) -> bool:
@@ -202,8 +205,8 @@ class _Runner:
       f'continuing from step {restored.step}, stage '
       f'{self.config.stages[position.stage_index].name!r}'
     )
-    for change in self.changed_rows:
-      _say(f'warning: the data has changed since this run began: {change}')
+    for change in changed_rows(restored.meta, self.data):
+      _say(f'warning: the data has changed since that step: {change}')
     return _Continued(restored.state, position, restored.damaged)
 
   def _begin(self, position: RunPosition) -> TrainState:
@@ -212,7 +215,7 @@ class _Runner:
     with jax.set_mesh(self.program(0).mesh):
       state = init_state(self.config, jax.random.key(self.config.seed))
     state = self._enter_stage(state, position)
-    self._evaluate(state, position, None, is_stage_end=False)
+    self._evaluate(state, position, None, is_last=False)
     self._save(state, position, is_stage_end=False, wait=False)
     return state
 
@@ -224,6 +227,7 @@ class _Runner:
       position.step,
       error.data_position,
       str(error),
+      skipped=error.skipped_total - int(restored.state.health.skipped_total),
       write=jax.process_index() == 0,
     )
     self.writer.rewind(position.step)
@@ -287,7 +291,7 @@ class _Runner:
         every = self.config.eval.every_steps
         if is_last or (every and position.stage_step % every == 0):
           log.flush()
-          self._evaluate(state, position, log.load_LE, is_stage_end=is_last)
+          self._evaluate(state, position, log.load_LE, is_last=is_last)
           log.restart_clock()
         is_over = self._is_stage_over(position)
         if is_last and not is_over:
@@ -322,16 +326,22 @@ class _Runner:
     """Whether the stage has had its steps and evidence lets it end."""
     if position.stage_step < self._planned_steps(position):
       return False
-    rules, stability = self.config.extension, position.stability
-    if not extension.should_prolong(rules, stability, position.pieces):
+    if not self._should_prolong(position):
       return True
     position.pieces += 1
-    buckets = stability.unstable_buckets(rules.tolerance_nats)
+    buckets = position.stability.unstable_buckets(
+      self.config.extension.tolerance_nats
+    )
     reason = f'the loss in position buckets {buckets} is above its best'
     _say(f'the stage goes on to step {self._planned_steps(position)}: {reason}')
     stage = self.config.stages[position.stage_index].name
     self.events.write(position.step, stage, metrics.STAGE_PROLONGED, reason)
     return False
+
+  def _should_prolong(self, position: RunPosition) -> bool:
+    return extension.should_prolong(
+      self.config.extension, position.stability, position.pieces
+    )
 
   def _save(
     self,
@@ -341,10 +351,11 @@ class _Runner:
     is_stage_end: bool,
     wait: bool,
   ) -> None:
+    self.writer.sync()
     self.checkpoints.save(
       position.step,
       state,
-      position.to_meta(self.config),
+      position.to_meta(self.config) | rows_to_meta(self.data),
       stage=self.config.stages[position.stage_index].name,
       is_stage_end=is_stage_end,
       wait=wait,
@@ -356,8 +367,9 @@ class _Runner:
     position: RunPosition,
     load_LE: np.ndarray | None,
     *,
-    is_stage_end: bool,
+    is_last: bool,
   ) -> None:
+    """Evaluates and records; `is_last` where the stage has had its steps."""
     index = position.stage_index
     values = evaluate(
       self.program(index),
@@ -381,7 +393,7 @@ class _Runner:
       {
         metrics.TOKENS: position.tokens,
         metrics.STAGE: stage,
-        metrics.IS_STAGE_END: is_stage_end,
+        metrics.IS_STAGE_END: is_last and not self._should_prolong(position),
         **values,
       },
     )

@@ -24,11 +24,13 @@ class BadSteps(Exception):
 
   Attributes:
     data_position: first batch after the bad ones.
+    skipped_total: bad steps of the run, these included.
   """
 
-  def __init__(self, reason: str, data_position: int):
+  def __init__(self, reason: str, data_position: int, skipped_total: int):
     super().__init__(reason)
     self.data_position = data_position
+    self.skipped_total = skipped_total
 
 
 class StepLog:
@@ -109,6 +111,7 @@ class StepLog:
         f'{self._skipped_in_a_row} bad steps in a row up to step {step} '
         f'(loss {loss:g}, gradient norm {float(values["grad_norm"]):g})',
         data_position,
+        int(values['skipped_total']),
       )
 
   def _write(
@@ -122,12 +125,12 @@ class StepLog:
       metrics.GRAD_NORM: values['grad_norm'],
       metrics.LEARNING_RATE: values['lr'],
       metrics.SKIPPED: bool(values['skipped']),
-      'targets': values['tokens'],
-      'skipped_total': values['skipped_total'],
+      metrics.TARGETS: values['tokens'],
+      metrics.SKIPPED_TOTAL: values['skipped_total'],
     }
     if 'max_logit' in values:
-      record['max_logit'] = values['max_logit']
+      record[metrics.MAX_LOGIT] = values['max_logit']
     if balance:
       record[metrics.MAX_VIOLATION] = balance.pop('max_vio')
-      record['balance'] = balance
+      record[metrics.BALANCE] = balance
     self._writer.write(step, metrics.TRAIN, record, perf)

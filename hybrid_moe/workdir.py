@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 from absl import logging
 
+from hybrid_moe.agreement import any_process_text
 from hybrid_moe.checks import ConfigError
 
 _LOCK_FILE = 'run.lock'
@@ -24,30 +25,36 @@ def open_workdir(workdir: str) -> Iterator[None]:
     workdir: the run's folder, shared by all its processes.
 
   Raises:
-    ConfigError: it cannot be written to, or another run is using it.
+    ConfigError: a process cannot write to it, or another run is using it; on
+      every process.
   """
-  path = os.path.join(workdir, _LOCK_FILE)
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    file = open(path, 'a')
-  except OSError as error:
-    raise ConfigError(
-      f'workdir={workdir!r}: accepted is a folder that can be written to '
-      f'({error})'
-    ) from error
-  with file:
-    if jax.process_index() == 0:
-      _lock(file.fileno(), workdir)
+  with contextlib.ExitStack() as stack:
+    # A process that gave up alone would leave the others waiting for it.
+    reason = any_process_text(_open(workdir, stack))
+    if reason is not None:
+      raise ConfigError(reason)
     yield
 
 
-def _lock(handle: int, workdir: str) -> None:
+def _open(workdir: str, stack: contextlib.ExitStack) -> str | None:
+  """Opens and locks the folder until `stack` closes, or says why not."""
   try:
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise ConfigError(
+    os.makedirs(workdir, exist_ok=True)
+    file = stack.enter_context(open(os.path.join(workdir, _LOCK_FILE), 'a'))
+  except OSError as error:
+    return (
+      f'workdir={workdir!r}: accepted is a folder that can be written to '
+      f'({error})'
+    )
+  if jax.process_index() != 0:
+    return None
+  try:
+    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return (
       f'workdir={workdir!r}: another run is using it; accepted is another '
       'folder, or this one when that run has ended'
-    ) from error
+    )
   except OSError as error:
     logging.warning('%s cannot be locked: %s', workdir, error)
+  return None

@@ -106,7 +106,7 @@ class LedgerTest(chex.TestCase):
   def test_a_run_killed_after_a_roll_back_continues_where_it_would_have(self):
     ledger = self._open()
     self.assertEqual(ledger.position_after(10, default=100), 100)
-    ledger.record(10, 130, 'loss was nan', write=True)
+    ledger.record(10, 130, 'loss was nan', skipped=3, write=True)
     self.assertEqual(ledger.position_after(10, default=100), 130)
     # Killed here: the same checkpoint, in a new process.
     again = self._open()
@@ -114,28 +114,36 @@ class LedgerTest(chex.TestCase):
     self.assertEqual(again.position_after(20, default=230), 230)
     self.assertEqual(
       again.entries,
-      [{'restored_step': 10, 'data_position': 130, 'reason': 'loss was nan'}],
+      [
+        {
+          'restored_step': 10,
+          'data_position': 130,
+          'reason': 'loss was nan',
+          'skipped': 3,
+        }
+      ],
     )
 
   def test_the_latest_roll_back_to_a_step_counts(self):
     ledger = self._open()
-    ledger.record(10, 130, 'spike', write=True)
-    ledger.record(10, 160, 'spike', write=True)
+    ledger.record(10, 130, 'spike', skipped=3, write=True)
+    ledger.record(10, 160, 'spike', skipped=3, write=True)
     self.assertEqual(self._open().position_after(10, default=100), 160)
+    self.assertEqual(self._open().skipped, 6)
     # Saved anew after a roll-back to an earlier step.
     self.assertEqual(self._open().position_after(10, default=190), 190)
 
   def test_too_many_roll_backs_are_an_error(self):
-    self._open().record(10, 130, 'spike', write=True)
-    self._open().record(10, 160, 'spike', write=True)
+    self._open().record(10, 130, 'spike', skipped=3, write=True)
+    self._open().record(10, 160, 'spike', skipped=3, write=True)
     with self.assertRaisesRegex(
       RollbackError, 'max_rollbacks=2.*step 10: spike'
     ):
-      self._open().record(10, 190, 'spike', write=True)
+      self._open().record(10, 190, 'spike', skipped=3, write=True)
     self.assertLen(self._open().entries, 2)
 
   def test_other_processes_do_not_write(self):
-    self._open().record(10, 130, 'spike', write=False)
+    self._open().record(10, 130, 'spike', skipped=3, write=False)
     self.assertEmpty(list(pathlib.Path(self._dir).iterdir()))
 
   @parameterized.parameters('', '{"rollbacks": [{}]}', '[]')

@@ -43,13 +43,21 @@ class MeshTest(parameterized.TestCase):
     stage = StageConfig('s', 16, global_batch, 1.0, micro_batches)
     mesh_lib.check_batch(stage, mesh_lib.make_mesh(MeshConfig()))
 
-  @parameterized.parameters((4, 1, 4), (16, 4, 4), (12, 1, 12))
-  def test_rejects_rows_that_do_not(self, global_batch, micro_batches, rows):
+  @parameterized.parameters(
+    (4, 1, 4, 'a global_batch that is a multiple of 8'),
+    (12, 1, 12, 'a global_batch that is a multiple of 8'),
+    (16, 4, 4, r'micro_batches one of \[1, 2\], or'),
+    (48, 48, 1, r'micro_batches one of \[1, 2, 3, 6\], or'),
+  )
+  def test_rejects_rows_that_do_not(
+    self, global_batch, micro_batches, rows, accepted
+  ):
     stage = StageConfig('s', 16, global_batch, 1.0, micro_batches)
     with self.assertRaisesRegex(
       ConfigError,
-      rf"stages\['s'\].global_batch={global_batch}: .*has {rows} rows; "
-      'accepted is a multiple of the data axis, 8',
+      rf"stages\['s'\].global_batch={global_batch}, micro_batches="
+      rf'{micro_batches}: the {rows} rows .* of 8 devices; accepted is '
+      + accepted,
     ):
       mesh_lib.check_batch(stage, mesh_lib.make_mesh(MeshConfig()))
     one = mesh_lib.make_mesh(MeshConfig(), jax.devices()[:1])

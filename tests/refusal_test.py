@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from hybrid_moe import stage_runner
+from hybrid_moe import workdir as workdir_lib
 from hybrid_moe.checkpoint import Checkpoints
 from hybrid_moe.checks import ConfigError
 from hybrid_moe.checksum import checksums
@@ -75,7 +77,31 @@ class RefusalTest(RunCase):
       dataclasses.replace(stage, mesh=MeshConfig(data=3))
       for stage in self.config.stages
     )
-    self.assert_refused(ConfigError, '3 places for 1 devices', stages=stages)
+    with self.no_data():
+      self.assert_refused(ConfigError, '3 places for 1 devices', stages=stages)
+
+  def test_a_batch_that_does_not_divide_over_the_devices(self):
+    first, second = self.config.stages
+    second = dataclasses.replace(second, micro_batches=4)
+    four = jax.local_devices()[:4]
+    with self.no_data(), mock.patch.object(jax, 'devices', lambda: four):
+      self.assert_refused(
+        ConfigError,
+        r"stages\['long'\].*2 rows .* 4 devices; .* one of \[1, 2\]",
+        stages=(first, second),
+      )
+
+  def no_data(self):
+    return mock.patch.object(
+      stage_runner, 'prepare_stage', side_effect=AssertionError
+    )
+
+  def test_a_workdir_that_another_process_cannot_use(self):
+    agree = mock.patch.object(
+      workdir_lib, 'any_process_text', return_value='process 3: no room'
+    )
+    with agree:
+      self.assert_refused(ConfigError, 'process 3: no room')
 
   def test_a_workdir_in_use(self):
     with open_workdir(self.workdir):

@@ -78,6 +78,7 @@ def _facts():
     report.IS_COMPLETE: True,
     report.DEVICES: '8 x cpu',
     report.BIGRAM_LOSS: 3.0,
+    report.LOST_SKIPS: 2,
     report.SAMPLE: 'def f():\n  """```"""\n  return \x1b[0m1',
     report.STAGES: [
       {
@@ -118,7 +119,7 @@ class ReportTest(chex.TestCase):
       '| 256k (not evaluated) | – | – | – | – | – |',
       'bigram model has a validation loss of 3.0000 nats; this run ends 0.7500 '
       'nats below it',
-      'Skipped steps: 1 (7)',
+      'Skipped steps: 3 (7), 2 of them undone by roll-backs',
       'Roll-backs: 1\n  - at step 40: loss was nan 3 times',
       'Damaged checkpoints: 1\n  - at step 40: step\\_00000100: checksum',
     ):

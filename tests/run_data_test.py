@@ -1,30 +1,29 @@
 """A run that continues on other rows says so."""
 
+import json
 import types
 
 from absl.testing import absltest
 
-from hybrid_moe.run_data import note_rows
+from hybrid_moe.run_data import changed_rows, rows_to_meta
 
 
-def _data(tokens):
-  counts = {'rows': 3, 'documents': 2, 'tokens': tokens, 'padding_waste': 0.1}
-  sources = {'words': {'train': counts, 'validation': counts | {'tokens': 9}}}
-  return types.SimpleNamespace(stage='short', report={'sources': sources})
+def _data(**digests):
+  return types.SimpleNamespace(stage='short', digests=digests)
 
 
-class NoteRowsTest(absltest.TestCase):
+class ChangedRowsTest(absltest.TestCase):
   def test_names_what_changed(self):
-    workdir = self.create_tempdir().full_path
-    self.assertEmpty(note_rows(workdir, [_data(1500)]))
-    self.assertEmpty(note_rows(workdir, [_data(1500)]))
+    data = [_data(words='a-b', recall='c-d')]
+    meta = json.loads(json.dumps(rows_to_meta(data)))
+    self.assertEmpty(changed_rows(meta, data))
     self.assertEqual(
-      note_rows(workdir, [_data(1400)]),
-      [
-        'stage short, source words, train: 3 rows, 2 documents, 1,400 tokens '
-        'now, 3 rows, 2 documents, 1,500 tokens before'
-      ],
+      changed_rows(meta, [_data(words='a-e', recall='c-d')]),
+      ["stage 'short', source 'words'"],
     )
+
+  def test_what_a_checkpoint_does_not_say_has_not_changed(self):
+    self.assertEmpty(changed_rows({}, [_data(words='a-b')]))
 
 
 if __name__ == '__main__':

@@ -184,6 +184,8 @@ class BadStepTest(RunCase):
       self.assertIn('rolling back to step 12', self.output.getvalue())
       report = pathlib.Path(self.workdir, 'report.md').read_text()
       self.assertIn('Roll-backs: 1', report)
+      self.assertIn('Skipped steps: 2, 2 of them undone', report)
+      self.assertIn('skipped steps: 2', self.output.getvalue())
     with self.subTest('it goes on after the rows'):
       self.assertEqual(self.starts, [(_SHORT, 0), (_LONG, 0), (_LONG, 7)])
       trains = self.records(metrics.TRAIN)
@@ -254,6 +256,8 @@ class ExtensionTest(RunCase):
     rates = [r[metrics.LEARNING_RATE] for r in trains]
     self.assertEqual(rates[8:12], 4 * [rates[7]])
     self.assertIn('step 10/10', self.output.getvalue())
+    ends = [r[metrics.STEP] for r in self.records() if r.get('is_stage_end')]
+    self.assertEqual(ends, [12, 20])
     unbroken = self.raw_records()
     self.workdir = self.create_tempdir().full_path
     for stop in (8, 11):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hybrid_moe.data.pipeline import Batch, StageData
+from hybrid_moe.data.pipeline import Batch
 
 # Weight s of the single-token distribution, in counts.
 PRIOR_COUNTS = 4.0
@@ -92,30 +92,3 @@ def _merge(
   # bincount sums in float64: exact below 2**53.
   totals = np.bincount(at, counts, len(merged)).astype(np.int64)
   return merged, totals
-
-
-def bigram_baseline(
-  stage_data: StageData,
-  *,
-  vocab_size: int,
-  num_train_batches: int,
-  validation: Iterable[Batch],
-) -> float:
-  """Fits to the rows that a stage trains on and returns its validation loss.
-
-  Args:
-    stage_data: the stage's rows.
-    vocab_size: of the tokenizer.
-    num_train_batches: batches that the stage trains on.
-    validation: the batches on which the model is evaluated.
-
-  Returns:
-    Mean loss in nats per target.
-  """
-  batches = stage_data.train_batches(0)
-  try:
-    first = (batch for _, batch in zip(range(num_train_batches), batches))
-    model = fit_bigram(first, vocab_size)
-  finally:
-    batches.close()
-  return model.mean_loss(validation)

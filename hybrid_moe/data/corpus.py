@@ -78,8 +78,15 @@ def list_folder(path: str, patterns: tuple[str, ...]) -> Listing:
       to the folder.
 
   Raises:
-    ConfigError: there is no such folder.
+    ConfigError: there is no such folder, or it cannot be listed.
   """
+  try:
+    return _list(path, patterns)
+  except OSError as error:
+    raise _unreadable(path, error) from error
+
+
+def _list(path: str, patterns: tuple[str, ...]) -> Listing:
   is_stdlib = path == STDLIB
   root = (
     sysconfig.get_paths()['stdlib'] if is_stdlib else os.path.expanduser(path)
@@ -128,8 +135,8 @@ def prepare_corpus(
     The folder that `tfds.builder_from_directory` takes.
 
   Raises:
-    ConfigError: fewer than two documents can be made.
-    RuntimeError: the files changed while they were read.
+    ConfigError: fewer than two documents can be made, a file cannot be read,
+      or the files changed while they were read.
     DamagedCacheError: the dataset was prepared earlier and is gone.
   """
 
@@ -142,9 +149,7 @@ def prepare_corpus(
     with contextlib.redirect_stdout(io.StringIO()):
       builder.download_and_prepare()
     if list_folder(listing.path, listing.patterns) != listing:
-      raise RuntimeError(
-        f'{listing.path}: files changed while they were read; start again'
-      )
+      raise _changed(listing, 'its files')
     return {
       'dataset': os.path.relpath(builder.data_path, partial),
       'documents': {split: len(d) for split, d in splits.items()},
@@ -293,9 +298,7 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder):
     for document in documents:
       texts = {file: _read(self._listing, file) for file in document.files}
       if any(text is None for text in texts.values()):
-        raise RuntimeError(
-          f'{document.path}: no longer UTF-8; it changed while it was read'
-        )
+        raise _changed(self._listing, document.path)
       if document.files == (document.path,):
         text = texts[document.path]
       else:
@@ -339,12 +342,29 @@ def _reraise(error: OSError) -> None:
 
 def _read(listing: Listing, file: str) -> str | None:
   """Returns a file's text, or None if it is not UTF-8."""
-  with open(os.path.join(listing.root, file), 'rb') as handle:
-    content = handle.read()
+  try:
+    with open(os.path.join(listing.root, file), 'rb') as handle:
+      content = handle.read()
+  except OSError as error:
+    raise _unreadable(listing.path, error) from error
   try:
     return content.decode('utf-8')
   except UnicodeDecodeError:
     return None
+
+
+def _unreadable(path: str, error: OSError) -> ConfigError:
+  return ConfigError(
+    f'data.sources[].path={path!r}: accepted is a folder whose files can be '
+    f'read ({error}); patterns can leave some out'
+  )
+
+
+def _changed(listing: Listing, what: str) -> ConfigError:
+  return ConfigError(
+    f'data.sources[].path={listing.path!r}: {what} changed while they were '
+    'read; accepted is a folder that stays as it is; start again'
+  )
 
 
 def _package_of(file: str) -> str:

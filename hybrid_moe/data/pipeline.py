@@ -43,6 +43,7 @@ class StageData:
     train: training rows by source.
     validation: validation rows by source; none of them is trained on.
     seed: order of the rows.
+    digests: by source, what changes with anything that determines its rows.
     report: rows, documents, tokens and padding by source and split; JSON-able.
   """
 
@@ -54,17 +55,8 @@ class StageData:
   train: tuple[RowFile, ...]
   validation: tuple[RowFile, ...]
   seed: int
+  digests: dict[str, str]
   report: dict[str, Any]
-
-  @property
-  def train_rows(self) -> int:
-    """Distinct training rows over all sources."""
-    return sum(len(rows) for rows in self.train)
-
-  @property
-  def validation_rows(self) -> int:
-    """Distinct validation rows over all sources."""
-    return sum(len(rows) for rows in self.validation)
 
   def train_batches(
     self, position: int, *, process_index: int = 0, process_count: int = 1
@@ -216,6 +208,12 @@ def prepare_stage(
     train=tuple(r.rows for r in row_sets['train']),
     validation=tuple(r.rows for r in row_sets['validation']),
     seed=data.seed,
+    digests={
+      entry.source: f'{train.digest}-{validation.digest}'
+      for entry, train, validation in zip(
+        stage.mixture, row_sets['train'], row_sets['validation']
+      )
+    },
     report=_report(stage, row_sets),
   )
 

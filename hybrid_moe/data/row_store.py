@@ -29,11 +29,13 @@ class RowSet:
 
   Attributes:
     rows: the rows.
+    digest: changes with anything that determines the rows.
     report: number of rows, documents and tokens (targets), share of padding,
       and whether the length filter was given up; JSON-able.
   """
 
   rows: records.RowFile
+  digest: str
   report: dict[str, Any]
 
 
@@ -135,7 +137,7 @@ def open_rows(
     seq_len=seq_len,
     pad_id=tokenizer.pad_id,
   )
-  return RowSet(rows, meta)
+  return RowSet(rows, path.rpartition('-')[-1], meta)
 
 
 def select_documents(

@@ -2,17 +2,12 @@
 
 import collections
 import math
-import os
 from unittest import mock
 
 import numpy as np
 from absl.testing import absltest
 
-from hybrid_moe.config import StageConfig
 from hybrid_moe.data import bigram
-from hybrid_moe.data.pipeline import prepare_stage
-from hybrid_moe.data.tokenizer import ByteTokenizer
-from hybrid_moe.data_config import DataConfig, MixtureEntry, SourceConfig
 
 
 def _batch(tokens, targets, mask):
@@ -68,42 +63,6 @@ class BigramTest(absltest.TestCase):
     np.testing.assert_array_equal(whole.counts, merged.counts)
     self.assertEqual(whole.counts.sum(), 1000)
     self.assertEqual(whole.counts.min(), 2)
-
-  def test_baseline_of_a_stage_is_fitted_to_what_it_trains_on(self):
-    folder = self.create_tempdir().full_path
-    for i in range(20):
-      with open(os.path.join(folder, f'{i}.txt'), 'w') as file:
-        file.write('abab' * (20 + i))
-    stage = StageConfig(
-      name='s',
-      seq_len=32,
-      global_batch=2,
-      budget_share=1.0,
-      mixture=(MixtureEntry('files'),),
-    )
-    source = SourceConfig(name='files', path=folder, patterns=('*.txt',))
-    stage_data = prepare_stage(
-      DataConfig(sources=(source,)),
-      stage,
-      ByteTokenizer(),
-      self.create_tempdir().full_path,
-    )
-    held_out = stage_data.validation_batches(2)
-
-    def fit(steps):
-      return bigram.bigram_baseline(
-        stage_data,
-        vocab_size=259,
-        num_train_batches=steps,
-        validation=held_out,
-      )
-
-    batches = stage_data.train_batches(0)
-    model = bigram.fit_bigram([next(batches) for _ in range(3)], 259)
-    batches.close()
-    self.assertEqual(fit(3), model.mean_loss(held_out))
-    self.assertLess(fit(20), fit(1))
-    self.assertLess(fit(20), 0.3)
 
 
 if __name__ == '__main__':

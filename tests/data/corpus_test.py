@@ -1,8 +1,10 @@
 """Folders as datasets: what becomes a document, how it is joined and split."""
 
+import builtins
 import os
 import shutil
 import sys
+from unittest import mock
 
 import tensorflow_datasets as tfds
 from absl.testing import absltest, parameterized
@@ -172,11 +174,42 @@ class CorpusTest(parameterized.TestCase):
     keys.append(corpus.corpus_key(listing, 'file', 0.1))
     self.assertLen(set(keys), 5)
 
+  @parameterized.parameters((builtins, 'open'), (os, 'scandir'))
+  def test_what_cannot_be_read_is_named(self, module, function):
+    _write(self.root, {'a.py': 'a', 'b.py': 'b', 'c/d.py': 'd'})
+    original = getattr(module, function)
+
+    def refuse(path, *args, **kwargs):
+      if str(path).endswith(('/b.py', '/c')):
+        raise PermissionError(13, 'Permission denied', path)
+      return original(path, *args, **kwargs)
+
+    with (
+      mock.patch.object(module, function, refuse),
+      self.assertRaisesRegex(ConfigError, r"path='.*\(.*denied: .*/[bc]"),
+    ):
+      self._prepare()
+
+  def test_a_file_that_goes_while_it_is_read_is_named(self):
+    _write(self.root, {'a.py': 'a', 'b.py': 'b'})
+    collect = corpus.collect_documents
+
+    def collect_and_remove(listing, join):
+      found = collect(listing, join)
+      os.remove(os.path.join(self.root, 'b.py'))
+      return found
+
+    with (
+      mock.patch.object(corpus, 'collect_documents', collect_and_remove),
+      self.assertRaisesRegex(ConfigError, r'path=.*No such file.*b\.py'),
+    ):
+      self._prepare()
+
   def test_change_while_reading_is_an_error(self):
     _write(self.root, {'a.py': 'a', 'b.py': 'b'})
     listing = corpus.list_folder(self.root, ('*.py',))
     _write(self.root, {'c.py': 'c'})
-    with self.assertRaisesRegex(RuntimeError, 'changed while they were read'):
+    with self.assertRaisesRegex(ConfigError, 'changed while they were read'):
       corpus.prepare_corpus(
         listing,
         join='file',

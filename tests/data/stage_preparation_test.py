@@ -48,6 +48,10 @@ def _rows(batch):
   ]
 
 
+def _count(row_files):
+  return sum(len(rows) for rows in row_files)
+
+
 class StagePreparationTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
@@ -106,7 +110,7 @@ class StagePreparationTest(absltest.TestCase):
       file.write(content)
     self.assertEqual(os.path.getsize(path), size)
     stage_data = self._prepare(mixture=(MixtureEntry('files'),))
-    steps = -(-stage_data.train_rows // 8)
+    steps = -(-_count(stage_data.train) // 8)
     batches = stage_data.train_batches(0)
     with self.assertRaisesRegex(
       DamagedCacheError, f'{path}: record [0-9]+ is damaged'
@@ -207,9 +211,9 @@ class StagePreparationTest(absltest.TestCase):
     ):
       self._prepare()
     self.assertEmpty(self._row_files())
-    rows = self._prepare().train_rows
+    rows = _count(self._prepare().train)
     self.data_dir = self.create_tempdir().full_path
-    self.assertEqual(rows, self._prepare().train_rows)
+    self.assertEqual(rows, _count(self._prepare().train))
 
   def test_two_joins_of_one_folder_are_warned_of(self):
     sources = (
