@@ -165,6 +165,12 @@ class ExperimentConfig:
       f'shares that sum to 1 (these sum to {sum(shares):g})',
     )
     low, high = self.stage_share_range
+    require(
+      0 < low <= high <= 1,
+      'stage_share_range',
+      self.stage_share_range,
+      'two numbers in (0, 1], the lower one first',
+    )
     for stage in self.stages:
       require(
         low <= stage.budget_share <= high,
@@ -179,6 +185,15 @@ class ExperimentConfig:
         self.total_tokens,
         f'at least one step of {stage.step_tokens} tokens in stage '
         f'{stage.name!r}',
+      )
+      # Evidence is a rise over an earlier evaluation of the stage.
+      every, steps = self.eval.every_steps, self.stage_steps(stage)
+      require(
+        not self.extension.on_evidence or 0 < every < steps,
+        'extension.on_evidence=True with eval.every_steps',
+        every,
+        f'a number in [1, {steps}) for the {steps} steps of stage '
+        f'{stage.name!r}, or extension.on_evidence=False',
       )
       known = [s.name for s in self.data.sources]
       for entry in stage.mixture:

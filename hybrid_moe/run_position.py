@@ -12,6 +12,9 @@ from hybrid_moe.extension import Stability
 # that continues from it: they do not change what is computed but for rounding.
 _FREE_FIELDS = ('eval', 'checkpoint', 'memory', 'log_every')
 _FREE_STAGE_FIELDS = ('mesh', 'remat', 'micro_batches')
+_FREE_MODEL_FIELDS = (('kda', 'implementation'), ('moe', 'implementation'))
+# Parts of the free field `eval` that decide whether a stage is prolonged.
+_EVIDENCE_FIELDS = ('every_steps', 'num_batches')
 _FREE_DATA_FIELDS = ('data_dir', 'tfds_dir')
 # Differences that an error names.
 _MAX_NAMED = 4
@@ -94,8 +97,13 @@ def require_same_config(meta: dict[str, Any], config: ExperimentConfig) -> None:
 def _identity(config: ExperimentConfig) -> dict[str, Any]:
   """The part of a configuration that decides what is computed, as JSON."""
   values = config_to_dict(config)
+  evidence = {field: values['eval'][field] for field in _EVIDENCE_FIELDS}
   for field in _FREE_FIELDS:
     del values[field]
+  if config.extension.on_evidence:
+    values['eval'] = evidence
+  for part, field in _FREE_MODEL_FIELDS:
+    del values['model'][part][field]
   for field in _FREE_DATA_FIELDS:
     del values['data'][field]
   for stage in values['stages']:

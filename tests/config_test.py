@@ -230,6 +230,26 @@ class ConfigTest(parameterized.TestCase):
     values['stage_share_range'] = [1.0, 1.0]
     config.config_from_dict(values)
 
+  @parameterized.parameters(((0.0, 1.0),), ((0.6, 0.4),), ((0.5, 1.1),))
+  def test_share_range_that_is_none_is_rejected(self, limits):
+    values = self.values() | {'stage_share_range': limits}
+    with self.assertRaisesRegex(ConfigError, r'stage_share_range=\(.*lower'):
+      config.config_from_dict(values)
+
+  @parameterized.parameters(0, 97, 500)
+  def test_prolonging_without_two_evaluations_is_rejected(self, every_steps):
+    values = self.values()
+    values['extension']['on_evidence'] = True
+    values['eval']['every_steps'] = every_steps
+    with self.assertRaisesRegex(
+      ConfigError,
+      rf'extension.on_evidence=True with eval.every_steps={every_steps}: '
+      r'accepted is a number in \[1, 97\) .*short',
+    ):
+      config.config_from_dict(values)
+    values['eval']['every_steps'] = 96
+    config.config_from_dict(values)
+
   def test_missing_fields_are_named(self):
     values = self.values()
     del values['total_tokens']
@@ -300,7 +320,7 @@ class ConfigTest(parameterized.TestCase):
       make_config(),
       stages=(most, rest),
       total_tokens=50 * 512,
-      stage_share_range=(0.0, 1.0),
+      stage_share_range=(0.1, 1.0),
       data=DataConfig(),
     )
     self.assertEqual(exact.stage_steps(most), 29)

@@ -12,6 +12,7 @@ from hybrid_moe.presets import TINY
 from hybrid_moe.run_config import (
   CheckpointConfig,
   EvalConfig,
+  ExtensionConfig,
   MemoryConfig,
   OptimConfig,
 )
@@ -64,6 +65,17 @@ class RunPositionTest(parameterized.TestCase):
     ('mesh', with_stage(mesh=MeshConfig(data=2))),
     ('remat', with_stage(remat='none')),
     ('micro_batches', with_stage(micro_batches=2)),
+    (
+      'implementations',
+      dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(
+          TINY,
+          kda=dataclasses.replace(TINY.kda, implementation='reference'),
+          moe=dataclasses.replace(TINY.moe, implementation='ragged_dot'),
+        ),
+      ),
+    ),
     ('log_every', dataclasses.replace(CONFIG, log_every=9)),
     ('eval', dataclasses.replace(CONFIG, eval=EvalConfig(every_steps=1))),
     (
@@ -126,6 +138,20 @@ class RunPositionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ConfigError, pattern) as caught:
       RunPosition.from_meta(stored(RunPosition()), config)
     self.assertIn('another workdir', str(caught.exception))
+
+  def test_evaluations_that_decide_on_a_stage_are_not_free(self):
+    config = dataclasses.replace(
+      CONFIG,
+      eval=EvalConfig(every_steps=9),
+      extension=ExtensionConfig(on_evidence=True),
+    )
+    meta = RunPosition().to_meta(config)
+    changed = dataclasses.replace(config.eval, sample_tokens=1)
+    RunPosition.from_meta(meta, dataclasses.replace(config, eval=changed))
+    for name, value in (('every_steps', 8), ('num_batches', 2)):
+      changed = dataclasses.replace(config.eval, **{name: value})
+      with self.assertRaisesRegex(ConfigError, f'eval.{name}={value}, in the'):
+        RunPosition.from_meta(meta, dataclasses.replace(config, eval=changed))
 
   def test_names_every_difference(self):
     config = dataclasses.replace(CONFIG, seed=1, total_tokens=200_000)
