@@ -5,8 +5,11 @@ device has turns an out-of-memory crash in the middle of a run into an error
 before it, that says what to change.
 """
 
+import contextlib
 import dataclasses
 import os
+import pathlib
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -15,6 +18,11 @@ from hybrid_moe.checks import ConfigError
 from hybrid_moe.run_config import MemoryConfig
 
 _GIB = 2**30
+# Limits of version 2 and version 1 of Linux's control groups.
+_LIMIT_FILES = (
+  '/sys/fs/cgroup/memory.max',
+  '/sys/fs/cgroup/memory/memory.limit_in_bytes',
+)
 
 
 class MemoryPlanError(ConfigError):
@@ -73,6 +81,20 @@ class MemoryReport:
       peak=arguments + temporaries + outputs - aliased + code,
     )
 
+  def beside(self, other: Self) -> Self:
+    """The larger of two programs that take turns on one state.
+
+    Args:
+      other: of a program whose arguments are part of this one's, all of which
+        stay where they are while it runs.
+    """
+    together = dataclasses.replace(
+      other,
+      arguments=self.arguments,
+      peak=other.peak - other.arguments + self.arguments,
+    )
+    return max(self, together, key=lambda report: report.peak)
+
   @property
   def headroom(self) -> float:
     """Part of the memory that is free at the peak; negative if none is."""
@@ -87,7 +109,8 @@ def device_memory_bytes(config: MemoryConfig, device: jax.Device) -> int:
     device: one device of the stage's mesh.
 
   Returns:
-    bytes; on CPU the machine's memory over the number of simulated devices.
+    bytes; on CPU what the machine has, or its control group allows, over the
+    number of simulated devices.
 
   Raises:
     MemoryPlanError: the device does not say, nor does `config`.
@@ -98,12 +121,25 @@ def device_memory_bytes(config: MemoryConfig, device: jax.Device) -> int:
   if limit:
     return limit
   if device.platform == 'cpu':
-    total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return total // len(jax.local_devices(backend='cpu'))
+    return host_memory_bytes() // len(jax.local_devices(backend='cpu'))
   raise MemoryPlanError(
     f'memory.device_gib={config.device_gib!r}: {device.device_kind} does not '
     'state its memory; accepted is its size in GiB'
   )
+
+
+def host_memory_bytes(limit_files: Sequence[str] = _LIMIT_FILES) -> int:
+  """Memory of the machine, or what a container may use of it.
+
+  Args:
+    limit_files: where control groups state their limits in bytes.
+  """
+  sizes = [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+  for path in limit_files:
+    with contextlib.suppress(OSError, ValueError):
+      # Without a limit the text is 'max', or a number beyond every machine's.
+      sizes.append(int(pathlib.Path(path).read_text()))
+  return min(sizes)
 
 
 def check(report: MemoryReport, config: MemoryConfig) -> None:

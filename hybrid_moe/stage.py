@@ -32,7 +32,8 @@ class StageProgram:
     state: shapes and shardings of the training state on that mesh.
     step: compiled `train_step`; donates the state.
     evaluate: compiled `eval_step`, for the rows of one micro-batch.
-    memory: bytes of a device that `step` needs.
+    memory: bytes of a device that `step` or `evaluate` needs, whichever needs
+      more beside the state.
     parameters: parameters of the model.
     active_parameters: parameters that a token meets.
     flops_per_token: operations of forward and backward for a token.
@@ -150,13 +151,18 @@ def compile_stage(
   available = memory_plan.device_memory_bytes(
     config.memory, mesh.devices.flat[0]
   )
+  memory, memory_of_evaluate = (
+    MemoryReport.from_compiled(stage.name, compiled, available)
+    for compiled in (compiled_step, compiled_evaluate)
+  )
+  memory = memory.beside(memory_of_evaluate)
   return StageProgram(
     stage=stage,
     mesh=mesh,
     state=state,
     step=compiled_step,
     evaluate=compiled_evaluate,
-    memory=MemoryReport.from_compiled(stage.name, compiled_step, available),
+    memory=memory,
     parameters=flops.count_parameters(state.params),
     active_parameters=flops.count_active_parameters(config.model, state.params),
     flops_per_token=flops.training_flops_per_token(

@@ -1,5 +1,6 @@
 """A stage that does not fit is rejected before it runs."""
 
+import dataclasses
 import os
 
 import chex
@@ -70,10 +71,28 @@ class MemoryPlanTest(chex.TestCase):
     self.assertEqual(ask(MemoryConfig(device_gib=1.5), None), 3 * 2**29)
     device = _Device({'bytes_limit': 4096})
     self.assertEqual(ask(MemoryConfig(), device), 4096)
-    total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    total = memory_plan.host_memory_bytes()
     self.assertEqual(ask(MemoryConfig(), jax.devices()[0]), total // 8)
     with self.assertRaisesRegex(MemoryPlanError, 'device_gib=0.0.*Accelera'):
       ask(MemoryConfig(), _Device(None))
+
+  def test_a_container_has_less_than_its_machine(self):
+    machine = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    ask = memory_plan.host_memory_bytes
+    files = [self.create_tempfile(content=t) for t in ('max\n', '4096\n')]
+    self.assertEqual(ask([files[0].full_path, 'none']), machine)
+    self.assertEqual(ask([f.full_path for f in files]), 4096)
+
+  def test_the_larger_of_two_programs_beside_one_state(self):
+    step = _report(800)
+    evaluate = dataclasses.replace(
+      step, arguments=100, temporaries=150, outputs=0, aliased=0, peak=250
+    )
+    self.assertEqual(step.beside(evaluate), step)
+    larger = dataclasses.replace(evaluate, temporaries=250, peak=350)
+    both = step.beside(larger)
+    self.assertEqual((both.arguments, both.temporaries), (600, 250))
+    self.assertEqual(both.peak, 850)
 
   @parameterized.parameters(
     (0, '0 B'),
