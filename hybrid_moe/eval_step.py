@@ -11,7 +11,8 @@ from hybrid_moe.balance.state import BalanceState, router_view
 from hybrid_moe.config import ExperimentConfig
 from hybrid_moe.model.decoder import Decoder, head_matrix
 
-# Upper end of the first position bucket; each later bucket is twice as wide.
+# Upper end of the first position bucket; each later one ends at twice the end
+# of the one before.
 _FIRST_BUCKET = 64
 
 

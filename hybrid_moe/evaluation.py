@@ -28,8 +28,8 @@ def evaluate(
     source_names: names by number in `source_ids`.
 
   Returns:
-    `LOSS`, `BY_POSITION` and `BY_SOURCE` as in `metrics.py`; a bucket or source
-    without targets has the loss nan.
+    `LOSS`, `BY_POSITION` and `BY_SOURCE` as in `metrics.py`; what has no
+    targets has the loss nan.
   """
   totals: dict[str, np.ndarray] = {}
   for batch in batches:
@@ -40,9 +40,9 @@ def evaluate(
   by_position = _means(totals['nll_by_position'], totals['count_by_position'])
   by_source = _means(totals['nll_by_source'], totals['count_by_source'])
   targets = float(totals['count_by_position'].sum())
-  loss = float(totals['nll_by_position'].sum()) / targets if targets else 0.0
+  total = float(totals['nll_by_position'].sum())
   return {
-    metrics.LOSS: loss,
+    metrics.LOSS: total / targets if targets else math.nan,
     metrics.BY_POSITION: {
       metrics.EDGES: list(position_edges(program.stage.seq_len)),
       metrics.LOSS: by_position,
