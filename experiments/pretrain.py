@@ -2,7 +2,7 @@
 
   python -m experiments.pretrain
   python -m experiments.pretrain --config=experiments/configs/nano.py \
-      --workdir=runs/nano --config.total_tokens=20_000_000
+      --config.total_tokens=20_000_000
 """
 
 import errno
@@ -29,9 +29,10 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string(
   'workdir',
-  'runs/tiny',
-  'Folder for data, checkpoints, metrics and the report. A run that was '
-  'stopped continues from it.',
+  None,
+  'Folder for data, checkpoints, metrics and the report; by default runs/ and '
+  "the configuration file's name without .py. A run that was stopped continues "
+  'from it.',
 )
 _DISTRIBUTED = flags.DEFINE_bool(
   'distributed',
@@ -56,7 +57,10 @@ def main(argv: list[str]) -> None:
     jax.distributed.initialize()
   try:
     config = config_from_dict(_load_config())
-    result = run(config, _WORKDIR.value)
+    workdir = _WORKDIR.value
+    if workdir is None:
+      workdir = default_workdir(flags.FLAGS['config'].config_filename)
+    result = run(config, workdir)
   except (
     ConfigError,
     CheckpointError,
@@ -70,6 +74,12 @@ def main(argv: list[str]) -> None:
     sys.exit(f'{error}; the same command continues when there is room')
   if not result.is_complete:
     sys.exit(_STOPPED)
+
+
+def default_workdir(config_filename: str) -> str:
+  """A folder for each configuration file: runs/nano for configs/nano.py."""
+  path, _, _ = config_filename.partition('.py:')
+  return f'runs/{pathlib.Path(path).name.removesuffix(".py")}'
 
 
 def _load_config() -> config_dict.ConfigDict:

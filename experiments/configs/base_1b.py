@@ -3,6 +3,10 @@
 Command:  python -m experiments.pretrain \
               --config=experiments/configs/base_1b.py --workdir=runs/base_1b
 Hardware: one GPU of 80 to 140 GB
+
+The budget is a demonstration on Python's own library sources, many times over:
+it shows that every stage runs, and trains no useful model of this size. A real
+run brings its own data, tokenizer and budget of tokens.
 """
 
 from ml_collections import config_dict
@@ -19,10 +23,10 @@ def get_config() -> config_dict.ConfigDict:
     context_ladder(
       BASE_1B,
       first_len=8192,
-      factor=2,
       step_tokens=524_288,
       micro_tokens=16_384,
-      total_tokens=20_000_000_000,
+      # The library's sources have far fewer: more would be more epochs of them.
+      total_tokens=100_000_000,
       optim=OptimConfig(peak_lr=1e-3),
     )
   )

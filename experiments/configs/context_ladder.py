@@ -1,10 +1,11 @@
-"""Four context stages for one model, each four times as long as the last."""
+"""Four context stages for one model, each twice as long as the last."""
 
 from hybrid_moe.config import ExperimentConfig, StageConfig
 from hybrid_moe.data_config import DataConfig, MixtureEntry, SourceConfig
 from hybrid_moe.model_config import ModelConfig
 from hybrid_moe.run_config import EvalConfig, OptimConfig
 
+_NUM_STAGES = 4
 # Part of each stage's rows that are synthetic long-range tasks.
 _SYNTHETIC = 0.1
 
@@ -17,8 +18,6 @@ def context_ladder(
   micro_tokens: int,
   total_tokens: int,
   optim: OptimConfig,
-  factor: int = 4,
-  num_stages: int = 4,
 ) -> ExperimentConfig:
   """Stages of rising length over Python's own library sources.
 
@@ -29,16 +28,16 @@ def context_ladder(
     model: the architecture.
     first_len: tokens of a row in the first stage.
     step_tokens: tokens of an optimiser step.
-    micro_tokens: tokens of a micro-batch, which memory limits.
+    micro_tokens: tokens of a micro-batch, which the memory of one device
+      limits. On n devices rows divide over them, so that a stage may need
+      fewer micro-batches: `--config.stages[0].micro_batches=...`; the error
+      of a stage that does not divide names the numbers that work.
     total_tokens: token budget of the run, shared equally by the stages.
     optim: optimisers and schedule.
-    factor: ratio of a stage's length to the previous one's.
-    num_stages: context lengths.
   """
-  share = 1 / num_stages
   stages = []
-  for i in range(num_stages):
-    seq_len = first_len * factor**i
+  for i in range(_NUM_STAGES):
+    seq_len = first_len * 2**i
     text = MixtureEntry(
       'stdlib', 1 - _SYNTHETIC, min_document_tokens=seq_len // 8 if i else 0
     )
@@ -52,7 +51,7 @@ def context_ladder(
         seq_len=seq_len,
         global_batch=max(1, step_tokens // seq_len),
         micro_batches=max(1, step_tokens // max(micro_tokens, seq_len)),
-        budget_share=share,
+        budget_share=1 / _NUM_STAGES,
         mixture=(text, *tasks),
       )
     )
@@ -67,5 +66,4 @@ def context_ladder(
     stages=tuple(stages),
     total_tokens=total_tokens,
     eval=EvalConfig(every_steps=100, num_batches=4),
-    stage_share_range=(share, share) if num_stages < 4 else (0.2, 0.3),
   )

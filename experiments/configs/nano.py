@@ -3,6 +3,9 @@
 Command:  python -m experiments.pretrain --config=experiments/configs/nano.py \
               --workdir=runs/nano
 Hardware: a CPU of several cores, 8 GiB of memory
+
+The budget is a demonstration on Python's own library sources. A real run brings
+its own data, tokenizer and budget of tokens.
 """
 
 from ml_collections import config_dict
@@ -19,7 +22,6 @@ def get_config() -> config_dict.ConfigDict:
     context_ladder(
       NANO,
       first_len=512,
-      factor=2,
       step_tokens=16_384,
       micro_tokens=8_192,
       total_tokens=20_000_000,

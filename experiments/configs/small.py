@@ -3,6 +3,9 @@
 Command:  python -m experiments.pretrain --config=experiments/configs/small.py \
               --workdir=runs/small
 Hardware: one GPU of 24 GB or more
+
+The budget is a demonstration on Python's own library sources, many times over.
+A real run brings its own data, tokenizer and budget of tokens.
 """
 
 from ml_collections import config_dict
@@ -19,7 +22,6 @@ def get_config() -> config_dict.ConfigDict:
     context_ladder(
       SMALL,
       first_len=2048,
-      factor=2,
       step_tokens=131_072,
       micro_tokens=16_384,
       total_tokens=1_000_000_000,

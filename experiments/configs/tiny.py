@@ -2,6 +2,9 @@
 
 Command:  python -m experiments.pretrain
 Hardware: 2 CPU cores, 2 GiB of memory
+
+The budget is a demonstration on Python's own library sources. A real run brings
+its own data, tokenizer and budget of tokens.
 """
 
 import dataclasses

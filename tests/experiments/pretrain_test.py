@@ -59,6 +59,14 @@ class CommandLineTest(absltest.TestCase):
 
 
 class MainTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (str(pretrain._DEFAULT_CONFIG), 'runs/tiny'),
+    ('experiments/configs/nano.py', 'runs/nano'),
+    ('tests/some.py:/a/folder', 'runs/some'),
+  )
+  def test_every_configuration_has_its_workdir(self, filename, workdir):
+    self.assertEqual(pretrain.default_workdir(filename), workdir)
+
   def run_main(self, **outcome):
     with (
       mock.patch.object(pretrain, 'run', **outcome),
