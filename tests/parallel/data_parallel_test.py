@@ -1,11 +1,12 @@
 """A training step on eight devices against one device."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from jax.sharding import NamedSharding
 
 from hybrid_moe import sharding
@@ -59,10 +60,28 @@ CONFIG = ExperimentConfig(
 )
 
 
-def make_batch():
+# Rows of several chunks with the operator that runs by default.
+CHUNKED = dataclasses.replace(
+  CONFIG,
+  model=dataclasses.replace(
+    CONFIG.model,
+    num_layers=1,
+    mixers=('kda',),
+    dense_layers=1,
+    attn_res_block=0,
+    kda=dataclasses.replace(CONFIG.model.kda, implementation='chunked_xla'),
+  ),
+  stages=(StageConfig('s', 72, ROWS, 1.0, micro_batches=2),),
+  total_tokens=ROWS * 72 * 100,
+)
+
+
+def make_batch(config):
+  tokens_in_row = config.stages[0].seq_len
   rng = np.random.default_rng(0)
-  tokens = rng.integers(0, U, (2, ROWS // 2, T + 1)).astype(np.int32)
-  segments = np.ones((2, ROWS // 2, T), np.int32)
+  tokens = rng.integers(0, U, (2, ROWS // 2, tokens_in_row + 1))
+  tokens = tokens.astype(np.int32)
+  segments = np.ones((2, ROWS // 2, tokens_in_row), np.int32)
   segments[:, :, 7:] = 2
   # Whole rows of padding: shards see different numbers of targets.
   segments[0, 2:4] = 0
@@ -75,21 +94,23 @@ def make_batch():
 
 
 @functools.cache
-def start_state():
-  return jax.device_get(init_state(CONFIG, jax.random.key(0)))
+def start_state(config):
+  return jax.device_get(init_state(config, jax.random.key(0)))
 
 
 @functools.cache
-def run(num_devices):
+def run(config, num_devices):
   """The first step from the same state on so many devices."""
   mesh = make_mesh(MeshConfig(), jax.devices()[:num_devices])
   places = jax.tree.map(
-    lambda leaf: leaf.sharding, abstract_state(CONFIG, mesh)
+    lambda leaf: leaf.sharding, abstract_state(config, mesh)
   )
-  state = jax.device_put(start_state(), places)
-  batch = jax.device_put(make_batch(), NamedSharding(mesh, sharding.MICRO_ABT))
+  state = jax.device_put(start_state(config), places)
+  batch = jax.device_put(
+    make_batch(config), NamedSharding(mesh, sharding.MICRO_ABT)
+  )
   step = functools.partial(
-    train_step, CONFIG, 'layer', lambda _: jnp.float32(0.01)
+    train_step, config, 'layer', lambda _: jnp.float32(0.01)
   )
   with jax.set_mesh(mesh):
     after, metrics = jax.jit(
@@ -98,11 +119,15 @@ def run(num_devices):
   return jax.device_get((after, metrics)), after
 
 
-class DataParallelTest(absltest.TestCase):
-  def test_eight_devices_equal_one(self):
-    (one, one_metrics), _ = run(1)
-    (eight, eight_metrics), _ = run(8)
-    for name in ('loss', 'grad_norm', 'max_logit'):
+class DataParallelTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('two_mixers', CONFIG, ('loss', 'grad_norm', 'max_logit')),
+    ('kda_in_chunks', CHUNKED, ('loss', 'grad_norm')),
+  )
+  def test_eight_devices_equal_one(self, config, names):
+    (one, one_metrics), _ = run(config, 1)
+    (eight, eight_metrics), _ = run(config, 8)
+    for name in names:
       np.testing.assert_allclose(
         eight_metrics[name], one_metrics[name], rtol=1e-5, err_msg=name
       )
@@ -120,12 +145,12 @@ class DataParallelTest(absltest.TestCase):
         err_msg=str(path),
       )
     for name in ('table', 'head'):
-      moved = np.abs(one.params[name] - start_state().params[name])
+      moved = np.abs(one.params[name] - start_state(config).params[name])
       self.assertGreater(moved.max(), 1e-3)
 
   def test_counts_are_bitwise_equal(self):
-    (one, one_metrics), _ = run(1)
-    (eight, eight_metrics), _ = run(8)
+    (one, one_metrics), _ = run(CONFIG, 1)
+    (eight, eight_metrics), _ = run(CONFIG, 8)
     np.testing.assert_array_equal(
       one_metrics['load_LE'], eight_metrics['load_LE']
     )
@@ -136,7 +161,7 @@ class DataParallelTest(absltest.TestCase):
 
   def test_state_keeps_its_place(self):
     """What goes in comes out where it was, so that it can be donated."""
-    _, after = run(8)
+    _, after = run(CONFIG, 8)
     mesh = make_mesh(MeshConfig())
     for (path, want), got in zip(
       jax.tree_util.tree_leaves_with_path(abstract_state(CONFIG, mesh)),
