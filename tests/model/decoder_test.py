@@ -13,6 +13,7 @@ from hybrid_moe.config import REMAT_POLICIES
 from hybrid_moe.model.decoder import LOOP, Decoder, head_matrix
 from hybrid_moe.model_config import (
   BalanceConfig,
+  KdaConfig,
   LocalAttentionConfig,
   MlaConfig,
   ModelConfig,
@@ -221,6 +222,45 @@ class DecoderTest(parameterized.TestCase):
       # Counted once, not again when the backward pass recomputes.
       np.testing.assert_array_equal(got.stats.tokens, want.stats.tokens)
       assert_trees_close(got_grads, want_grads, 2e-5)
+
+  @parameterized.parameters(
+    # The operator's forward again, and its backward.
+    ('layer', 2),
+    ('layer_save_mixer', 1),
+  )
+  def test_a_saved_mixer_does_not_run_again(self, remat, want_scans):
+    model = dataclasses.replace(
+      MODEL,
+      num_layers=1,
+      mixers=('kda',),
+      dense_layers=1,
+      attn_res_block=0,
+      kda=KdaConfig(
+        num_heads=1,
+        key_dim=32,
+        value_dim=32,
+        gate_rank=4,
+        implementation='chunked_xla',
+      ),
+    )
+
+    def objective(params):
+      out = Decoder(model, BALANCE, remat).apply(
+        {'params': params}, TOKENS, TARGETS, SEGMENTS, views_of(model)
+      )
+      return jnp.sum(out.hidden_BTD * COTANGENTS[0])
+
+    program = jax.make_jaxpr(jax.grad(objective))(random_params(model))
+    # What the backward pass does with a layer is one equation of its own.
+    (backward,) = [e for e in program.eqns if 'prevent_cse' in e.params]
+    # Scans that carry a state of the operator, or its gradient.
+    scans = [
+      e
+      for e in backward.params['jaxpr'].eqns
+      if e.primitive.name == 'scan'
+      and e.outvars[0].aval.shape == (B, 1, 32, 32)
+    ]
+    self.assertLen(scans, want_scans)
 
   def test_without_routed_layers(self):
     model = dataclasses.replace(
