@@ -26,9 +26,9 @@ def _stage(seq_len: int, global_batch: int, min_tokens: int) -> StageConfig:
     global_batch=global_batch,
     budget_share=0.25,
     mixture=(
-      MixtureEntry('stdlib', 0.9, min_document_tokens=min_tokens),
-      MixtureEntry('recall', 0.05),
-      MixtureEntry('copy', 0.05),
+      MixtureEntry('stdlib', 0.96, min_document_tokens=min_tokens),
+      MixtureEntry('recall', 0.02),
+      MixtureEntry('copy', 0.02),
     ),
     remat='none',
   )
