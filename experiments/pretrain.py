@@ -57,10 +57,7 @@ def main(argv: list[str]) -> None:
     jax.distributed.initialize()
   try:
     config = config_from_dict(_load_config())
-    workdir = _WORKDIR.value
-    if workdir is None:
-      workdir = default_workdir(flags.FLAGS['config'].config_filename)
-    result = run(config, workdir)
+    result = run(config, _find_workdir())
   except (
     ConfigError,
     CheckpointError,
@@ -80,6 +77,12 @@ def default_workdir(config_filename: str) -> str:
   """A folder for each configuration file: runs/nano for configs/nano.py."""
   path, _, _ = config_filename.partition('.py:')
   return f'runs/{pathlib.Path(path).name.removesuffix(".py")}'
+
+
+def _find_workdir() -> str:
+  if _WORKDIR.value is not None:
+    return _WORKDIR.value
+  return default_workdir(flags.FLAGS['config'].config_filename)
 
 
 def _load_config() -> config_dict.ConfigDict:

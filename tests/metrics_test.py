@@ -4,6 +4,7 @@ import io
 import json
 import math
 import pathlib
+from unittest import mock
 
 import chex
 import jax.numpy as jnp
@@ -123,6 +124,15 @@ class MetricsTest(chex.TestCase):
         writer.write(1, 'tain', {})
       with self.assertRaisesRegex(ValueError, 'perf'):
         writer.write(1, metrics.TRAIN, {'perf': {}})
+
+  def test_sync_puts_records_on_disk(self):
+    with (
+      MetricsWriter(self._dir, -1) as writer,
+      mock.patch.object(metrics.os, 'fsync') as fsync,
+    ):
+      writer.sync()
+      fsync.assert_called_once()
+    writer.sync()  # closed: nothing to do
 
   def test_tensorboard_files_are_written(self):
     with MetricsWriter(self._dir, 0) as writer:

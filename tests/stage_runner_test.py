@@ -17,6 +17,7 @@ import pytest
 from absl.testing import absltest
 
 from hybrid_moe import metrics, stage_runner
+from hybrid_moe.data import row_store
 from hybrid_moe.health import RollbackError
 from hybrid_moe.metrics import MetricsWriter
 from hybrid_moe.optim.schedule import build_schedule
@@ -115,8 +116,14 @@ class HandOverTest(RunCase):
     self.assertEqual(self.steps(self.records()), [0, 1])
     report = pathlib.Path(self.workdir, 'report.md').read_text()
     self.assertRegex(report, rf'\| {_SHORT} \| 1 \| 1,024 \|')
-    again = self.run_with(**changes)
+    with mock.patch.object(row_store, '_VERSION', 9):
+      again = self.run_with(**changes)
     self.assertIn('continuing from step 1,', self.output.getvalue())
+    self.assertIn(
+      "warning: the data has changed since that step: stage 'short', source "
+      "'words'",
+      self.output.getvalue(),
+    )
     self.assertEqual(int(again.state.step), 1)
 
 

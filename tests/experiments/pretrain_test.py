@@ -71,6 +71,7 @@ class MainTest(parameterized.TestCase):
     with (
       mock.patch.object(pretrain, 'run', **outcome),
       mock.patch.object(pretrain, '_load_config'),
+      mock.patch.object(pretrain, '_find_workdir'),
       mock.patch.object(pretrain, 'config_from_dict'),
       mock.patch.object(pretrain.logging, 'use_absl_handler'),
       mock.patch.object(pretrain.logging, 'set_verbosity'),
