@@ -16,8 +16,8 @@ TOKEN_ARRAYS = ('q', 'k', 'v', 'g', 'beta')
 LENGTHS = (1, 2, 15, 16, 17, 48, 64, 65, 100, 128, 300)
 
 
-def make_inputs(tokens, batch=1, seed=0):
-  spec = arg_specs.ArgSpec(batch, tokens, 1, 2, 32, 32)
+def make_inputs(tokens, batch=1, seed=0, dtype='float32'):
+  spec = arg_specs.ArgSpec(batch, tokens, 1, 2, 32, 32, dtype)
   return arg_specs.make_inputs(spec, seed)
 
 
@@ -100,6 +100,26 @@ class KdaSegmentsTest(parameterized.TestCase):
         np.testing.assert_array_equal(at_padding, 0.0, name)
       for name, gradient in gradients.items():
         self.assertTrue(bool(jnp.all(jnp.isfinite(gradient))), name)
+
+  def test_bfloat16_documents_with_a_poisoned_tail(self):
+    ids = jnp.pad(segment_row((1, 15, 63, 90)), ((0, 0), (0, 31)))
+    clean = make_inputs(ids.shape[1], dtype='bfloat16')
+    poisoned = dict(clean)
+    for name in TOKEN_ARRAYS:
+      x = clean[name]
+      padding = jax.lax.expand_dims(ids == 0, range(2, x.ndim))
+      clean[name] = jnp.where(padding, 0, x)
+      poisoned[name] = jnp.where(padding, jnp.nan, x)
+      self.assertEqual(poisoned[name].dtype, jnp.bfloat16)
+    errors = agreement.compare_with_reference(
+      poisoned,
+      'chunked_xla',
+      reference_inputs=clean,
+      segment_ids=ids,
+      compiler_options=QUICK,
+    )
+    for name, error in errors.items():
+      self.assertLess(error, 5e-3, f'{name}: {errors}')
 
   def test_many_documents_with_unbounded_gate(self):
     ids = segment_row((3, 20, 1, 16, 30))
