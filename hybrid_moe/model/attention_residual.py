@@ -56,7 +56,11 @@ def mix_blocks(
 
 
 class MixBlocks(nn.Module):
-  """Parameters of one site: a zero query, so that it starts as a mean."""
+  """Parameters of one site: a zero query, so that it starts as a mean.
+
+  Attributes:
+    eps: constant in the key norm.
+  """
 
   eps: float
 
@@ -64,6 +68,15 @@ class MixBlocks(nn.Module):
   def __call__(
     self, sources: Sequence[jax.Array], valid_S: jax.Array | None = None
   ) -> jax.Array:
+    """Mixes S sources [B, T, D]; see `mix_blocks`.
+
+    Args:
+      sources: outputs of finished blocks and the running sum, of one dtype.
+      valid_S: bool, which of them exist; all of them when None.
+
+    Returns:
+      [B, T, D] in the dtype of the sources.
+    """
     width = sources[0].shape[-1:]
     query_D = parameters.vector(self, 'query', width, nn.initializers.zeros)
     scale_D = parameters.vector(self, 'scale', width, nn.initializers.ones)

@@ -27,7 +27,12 @@ from pallas_kernels.kda import ENTRY_STATES
 
 
 class LayerKind(NamedTuple):
-  """What a layer is made of."""
+  """What a layer is made of.
+
+  Attributes:
+    mixer: 'kda', 'mla' or 'local'.
+    is_moe: whether its feed-forward network is routed.
+  """
 
   mixer: str
   is_moe: bool
@@ -51,7 +56,14 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nn.Module):
-  """One decoder layer."""
+  """One decoder layer.
+
+  Attributes:
+    config: sizes.
+    balance: what the router observes.
+    kind: its mixer and feed-forward network.
+    has_block_residuals: whether sub-layers read a mixture of sources.
+  """
 
   config: ModelConfig
   balance: BalanceConfig
@@ -143,7 +155,15 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nn.Module):
-  """Consecutive layers that share their attention-residual sources."""
+  """Consecutive layers that share their attention-residual sources.
+
+  Attributes:
+    config: sizes.
+    balance: what the routers observe.
+    kinds: of the layers, in order.
+    has_block_residuals: whether sub-layers read a mixture of sources.
+    remat: one of `config.REMAT_POLICIES`.
+  """
 
   config: ModelConfig
   balance: BalanceConfig

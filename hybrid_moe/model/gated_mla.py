@@ -49,7 +49,11 @@ def expand_keys(
 
 
 class GatedMla(nn.Module):
-  """Latent queries, keys and values, softmax attention, sigmoid gate."""
+  """Latent queries, keys and values, softmax attention, sigmoid gate.
+
+  Attributes:
+    config: sizes; `config.mla` holds those of this layer.
+  """
 
   config: ModelConfig
 
@@ -57,7 +61,16 @@ class GatedMla(nn.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B, T, D] and each head's largest score [H]."""
+    """Mixes the tokens of each document.
+
+    Args:
+      x_BTD: normed inputs, in the compute dtype.
+      segment_ids_BT: int32 documents; 0 is padding.
+
+    Returns:
+      [B, T, D] in the dtype of `x_BTD`, and each head's largest score over
+      real tokens [H], float32 without gradient.
+    """
     c, m = self.config, self.config.mla
     d, H = c.d_model, m.num_heads
     key_dim = m.head_dim + m.shared_key_dim
@@ -84,12 +97,12 @@ class GatedMla(nn.Module):
     shared_key_BTP = kv_BTX[..., m.kv_lora_rank :]
 
     def attend(batched, kv_up_RHX):
-      q_BTHK, latent_BTR, shared_key_BTP, segment_ids_BT = batched
-      k_BTHK, v_BTHV = expand_keys(
-        latent_BTR, shared_key_BTP, kv_up_RHX.astype(c.dtype), m.head_dim
+      q_bTHK, latent_bTR, shared_key_bTP, segment_ids_bT = batched
+      k_bTHK, v_bTHV = expand_keys(
+        latent_bTR, shared_key_bTP, kv_up_RHX.astype(c.dtype), m.head_dim
       )
       return softmax_attention(
-        q_BTHK, k_BTHK, v_BTHV, segment_ids_BT, scale=key_dim**-0.5
+        q_bTHK, k_bTHK, v_bTHV, segment_ids_bT, scale=key_dim**-0.5
       )
 
     out_BTHV, top_BH = map_batch_shards(

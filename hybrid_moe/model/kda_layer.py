@@ -26,7 +26,13 @@ _SOFTPLUS_A_MIN, _SOFTPLUS_A_MAX = 1.0, 16.0
 
 
 def init_dt_bias(key, shape, dtype):
-  """Inverse softplus of a time step that is log-uniform in [1e-3, 1e-1]."""
+  """Inverse softplus of a time step that is log-uniform in [1e-3, 1e-1].
+
+  Args:
+    key: of the random numbers.
+    shape: (HV, K).
+    dtype: float32.
+  """
   log_dt = jax.random.uniform(
     key, shape, dtype, jnp.log(_DT_MIN), jnp.log(_DT_MAX)
   )
@@ -35,24 +41,43 @@ def init_dt_bias(key, shape, dtype):
 
 
 def init_softplus_a_log(key, shape, dtype):
-  """Logarithm of a decay rate that is uniform in [1, 16]."""
+  """Logarithm of a decay rate that is uniform in [1, 16]; shape (HV,)."""
   a = jax.random.uniform(key, shape, dtype, _SOFTPLUS_A_MIN, _SOFTPLUS_A_MAX)
   return jnp.log(a)
 
 
 def init_conv(key, shape, dtype):
-  """Uniform in +-1/sqrt(taps), the usual start of a depthwise convolution."""
+  """Uniform in +-1/sqrt(taps), the usual start of a depthwise convolution.
+
+  Args:
+    key: of the random numbers.
+    shape: (taps, channels).
+    dtype: float32.
+  """
   bound = shape[0] ** -0.5
   return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class KdaLayer(nn.Module):
-  """Projections, short convolutions, gates, the operator, gated output."""
+  """Projections, short convolutions, gates, the operator, gated output.
+
+  Attributes:
+    config: sizes; `config.kda` holds those of this layer.
+  """
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Mixes the tokens of each document.
+
+    Args:
+      x_BTD: normed inputs, in the compute dtype.
+      segment_ids_BT: int32 documents; 0 is padding.
+
+    Returns:
+      [B, T, D] in the dtype of `x_BTD`.
+    """
     c, a = self.config, self.config.kda
     d, H, HV = c.d_model, a.num_heads, a.value_heads
     bounded = a.gate == 'bounded'
@@ -87,19 +112,19 @@ class KdaLayer(nn.Module):
     )
 
     def attend(batched, replicated):
-      q, k, v, g, beta, segment_ids = batched
-      a_log, dt_bias = replicated
+      q_bTHK, k_bTHK, v_bTHV, g_bTHK, beta_bTH, segment_ids_bT = batched
+      a_log_H, dt_bias_HK = replicated
       return kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log=a_log,
-        dt_bias=dt_bias,
+        q_bTHK,
+        k_bTHK,
+        v_bTHV,
+        g_bTHK,
+        beta_bTH,
+        A_log=a_log_H,
+        dt_bias=dt_bias_HK,
         lower_bound=a.gate_lower_bound if bounded else None,
         allow_neg_eigval=a.allow_neg_eigval,
-        segment_ids=segment_ids,
+        segment_ids=segment_ids_bT,
         precision=a.precision,
         implementation=None if a.implementation == 'auto' else a.implementation,
       )

@@ -19,7 +19,12 @@ from hybrid_moe.parallel.batch_shards import map_batch_shards
 
 
 class LatentMoe(nn.Module):
-  """Router, routed experts in the latent space, shared experts."""
+  """Router, routed experts in the latent space, shared experts.
+
+  Attributes:
+    config: sizes; `config.moe` holds those of this layer.
+    balance: what the router observes.
+  """
 
   config: ModelConfig
   balance: BalanceConfig
@@ -31,9 +36,17 @@ class LatentMoe(nn.Module):
     segment_ids_BT: jax.Array,
     view: RouterView,
   ) -> tuple[jax.Array, RouterStats, jax.Array]:
-    """Returns output, each shard's statistics stacked in front, aux loss.
+    """Routes the tokens.
 
-    The auxiliary loss is 0 unless that is how the experts are balanced.
+    Args:
+      x_BTD: normed inputs, in the compute dtype.
+      segment_ids_BT: int32 documents; 0 is padding, which is not counted.
+      view: the router's bias and bins.
+
+    Returns:
+      [B, T, D] in the dtype of `x_BTD`; each shard's statistics, stacked in
+      front; the auxiliary loss, a float32 scalar that is 0 unless that is how
+      the experts are balanced.
     """
     c, m = self.config, self.config.moe
     d, Z = c.d_model, m.latent_dim or c.d_model
@@ -56,9 +69,9 @@ class LatentMoe(nn.Module):
     implementation = experts.resolve_implementation(m.implementation)
 
     def run(batched, replicated):
-      scores_BTE, z_BTZ, segment_ids_BT = batched
+      scores_bTE, z_bTZ, segment_ids_bT = batched
       expert_weights, view = replicated
-      scores_NE = scores_BTE.reshape(-1, E)
+      scores_NE = scores_bTE.reshape(-1, E)
       routes = router.route(scores_NE, view.bias_E, m.top_k, m.routed_scale)
       stats = observe(
         self.balance,
@@ -66,11 +79,11 @@ class LatentMoe(nn.Module):
         routes.cutoff_N,
         routes.ids_NS,
         routes.weight_NS,
-        segment_ids_BT.reshape(-1) > 0,
+        segment_ids_bT.reshape(-1) > 0,
         view,
       )
       u_NZ = experts.run_experts(
-        z_BTZ.reshape(-1, Z),
+        z_bTZ.reshape(-1, Z),
         routes,
         expert_weights,
         gate_cap=c.situ_gate_cap,
@@ -79,7 +92,7 @@ class LatentMoe(nn.Module):
       )
       # A leading dimension that counts the shards: they are summed once a
       # step for all layers, not once a layer.
-      return u_NZ.reshape(z_BTZ.shape), jax.tree.map(lambda s: s[None], stats)
+      return u_NZ.reshape(z_bTZ.shape), jax.tree.map(lambda s: s[None], stats)
 
     u_BTZ, stats = map_batch_shards(
       run, (scores_BTE, z_BTZ, segment_ids_BT), (expert_weights, view)

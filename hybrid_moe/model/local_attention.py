@@ -19,12 +19,25 @@ from hybrid_moe.parallel.batch_shards import map_batch_shards
 
 
 class LocalAttention(nn.Module):
-  """Multi-head attention to the `window` latest tokens of the document."""
+  """Multi-head attention to the `window` latest tokens of the document.
+
+  Attributes:
+    config: sizes; `config.local` holds those of this layer.
+  """
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Mixes near tokens of each document.
+
+    Args:
+      x_BTD: normed inputs, in the compute dtype.
+      segment_ids_BT: int32 documents; 0 is padding.
+
+    Returns:
+      [B, T, D] in the dtype of `x_BTD`.
+    """
     c, a = self.config, self.config.local
     shape = (c.d_model, a.num_heads, a.head_dim)
 

@@ -18,7 +18,13 @@ from hybrid_moe.model_config import BalanceConfig, ModelConfig
 
 
 class MtpLayer(nn.Module):
-  """Hidden states of t and the embedding of t + 1 to those for t + 2."""
+  """Hidden states of t and the embedding of t + 1 to those for t + 2.
+
+  Attributes:
+    config: sizes.
+    balance: what the router observes.
+    remat: one of `config.REMAT_POLICIES`.
+  """
 
   config: ModelConfig
   balance: BalanceConfig
@@ -32,7 +38,17 @@ class MtpLayer(nn.Module):
     segment_ids_BT: jax.Array,
     view: RouterView,
   ) -> LayerOutput:
-    """Returns the layer's output with a normed hidden state."""
+    """Runs the layer.
+
+    Args:
+      hidden_BTD: the decoder's outputs before the final norm.
+      next_BTD: embeddings of the next tokens, in the same dtype.
+      segment_ids_BT: int32 documents; 0 is padding.
+      view: the router's bias and bins.
+
+    Returns:
+      The layer's output with a normed hidden state.
+    """
     c = self.config
     joined_BTX = jnp.concatenate(
       [

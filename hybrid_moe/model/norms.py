@@ -20,12 +20,17 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 
 
 class RmsNorm(nn.Module):
-  """RMSNorm with a learned scale, 1 at first."""
+  """RMSNorm with a learned scale, 1 at first.
+
+  Attributes:
+    eps: added to the mean square.
+  """
 
   eps: float
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Norms the last dimension of an array [..., D]; keeps its dtype."""
     scale_D = parameters.vector(
       self, 'scale', x.shape[-1:], nn.initializers.ones
     )

@@ -28,13 +28,19 @@ def situ(
 
 
 class SituGlu(nn.Module):
-  """A dense feed-forward network; several shared experts are one wide one."""
+  """A dense feed-forward network; several shared experts are one wide one.
+
+  Attributes:
+    config: model width, caps of the branches and initial deviation.
+    hidden: F, width between the two projections.
+  """
 
   config: ModelConfig
   hidden: int
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    """Maps inputs [B, T, D] to outputs of the same shape and dtype."""
     c = self.config
     d = c.d_model
 
