@@ -69,11 +69,7 @@ class TileTest(parameterized.TestCase):
     self.assertLessEqual(heads * chunks, max(config.max_block, heads))
 
   def test_the_platform_decides_on_the_length_of_blocks(self):
-    spec = arg_specs.ArgSpec(1, 8192, 32, 32, 128, 128, 'bfloat16')
-    inputs = {
-      name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-      for name, x in jax.eval_shape(lambda: arg_specs.make_inputs(spec)).items()
-    }
+    inputs = arg_specs.abstract_inputs(arg_specs.SPECS['8k'])
     mesh = jax.make_mesh((8,), ('data',))
 
     def loop_lengths(platform):
