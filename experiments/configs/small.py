@@ -24,7 +24,7 @@ def get_config() -> config_dict.ConfigDict:
       first_len=2048,
       step_tokens=131_072,
       micro_tokens=16_384,
-      total_tokens=1_000_000_000,
+      total_tokens=100_000_000,
       optim=OptimConfig(peak_lr=2e-3),
     )
   )
