@@ -137,7 +137,7 @@ class StageTest(parameterized.TestCase):
 
   def test_refuses_rows_that_do_not_divide(self):
     with self.assertRaisesRegex(
-      ConfigError, r"stages\['short'\].global_batch=16.*data axis, 3"
+      ConfigError, r"stages\['short'\].global_batch=16.*data axis of 3"
     ):
       compile_stage(self.config, 0, 2, jax.devices()[:3])
 
