@@ -8,13 +8,13 @@ path as one that was not.
 """
 
 import json
-import os
 import pathlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from hybrid_moe.atomic_file import replace_text
 from hybrid_moe.run_config import HealthConfig
 
 # A running mean over some tens of steps: short enough to follow the loss down.
@@ -226,9 +226,4 @@ class RollbackLedger:
 
   def _write(self) -> None:
     text = json.dumps({'rollbacks': self._entries}, indent=2)
-    temporary = self._path.with_suffix('.json.tmp')
-    with open(temporary, 'w', encoding='utf-8') as file:
-      file.write(text + '\n')
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, self._path)
+    replace_text(self._path, text + '\n')

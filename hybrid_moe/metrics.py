@@ -37,6 +37,8 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from hybrid_moe.atomic_file import replace_text
+
 STEP = 'step'
 KIND = 'kind'
 PERF = 'perf'
@@ -270,12 +272,7 @@ def _whole_lines(path: pathlib.Path) -> list[str]:
 def _drop_after(path: pathlib.Path, step: int) -> None:
   """Rewrites the file, atomically, without records of later steps."""
   kept = [x for x in _whole_lines(path) if json.loads(x)[STEP] <= step]
-  temporary = path.with_suffix('.jsonl.tmp')
-  with open(temporary, 'w', encoding='utf-8') as file:
-    file.writelines(kept)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  replace_text(path, ''.join(kept))
 
 
 def _plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hybrid_moe import metrics, plots
+from hybrid_moe.atomic_file import replace_text
 from hybrid_moe.memory_plan import format_bytes
 
 NAME = 'name'
@@ -112,9 +113,7 @@ def write_report(
   ]
   path = directory / FILE_NAME
   text = '\n\n'.join(section for section in sections if section) + '\n'
-  temporary = path.with_suffix('.tmp')
-  temporary.write_text(text, encoding='utf-8', errors='replace')
-  os.replace(temporary, path)
+  replace_text(path, text)
   return path
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from hybrid_moe import metrics, report
+from hybrid_moe.atomic_file import replace_text
 from hybrid_moe.config import ExperimentConfig
 from hybrid_moe.data.bigram import fit_bigram
 from hybrid_moe.data.pipeline import StageData
@@ -39,9 +40,7 @@ def store_program(workdir: str, program: StageProgram) -> None:
     report.MEMORY: dataclasses.asdict(program.memory),
     report.COMPILE_SECONDS: program.compile_s,
   }
-  temporary = path.with_suffix('.tmp')
-  temporary.write_text(json.dumps(programs, indent=2) + '\n')
-  os.replace(temporary, path)
+  replace_text(path, json.dumps(programs, indent=2) + '\n')
 
 
 def finish(

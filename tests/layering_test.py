@@ -43,6 +43,7 @@ RANKS = {
   'progress': 3,
   'run_events': 3,
   'run_position': 3,
+  'atomic_file': 1,
   'workdir': 3,
   'report': 4,
   'step_log': 4,
