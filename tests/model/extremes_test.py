@@ -1,6 +1,8 @@
 """Inputs and weights at which a careless network stops being finite."""
 
 import functools
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,6 @@ import numpy as np
 from absl.testing import absltest
 
 from hybrid_moe import loss
-from hybrid_moe.balance.state import init_balance, router_view
 from hybrid_moe.model.decoder import Decoder, head_matrix
 from hybrid_moe.model_config import (
   BalanceConfig,
@@ -16,6 +17,10 @@ from hybrid_moe.model_config import (
   MlaConfig,
   ModelConfig,
   MoeConfig,
+)
+
+SMALL = runpy.run_path(
+  str(pathlib.Path(__file__).parents[1] / 'small_model.py')
 )
 
 B, T, U = 2, 512, 16
@@ -49,26 +54,12 @@ MODEL = ModelConfig(
 
 
 def views():
-  state = init_balance(BALANCE, MODEL.num_moe_layers, MODEL.moe.num_experts)
-  return router_view(BALANCE, state)
+  return SMALL['views'](MODEL, BALANCE)
 
 
 @functools.cache
 def random_params():
-  ones_BT = jnp.ones((1, 1), jnp.int32)
-  shapes = jax.eval_shape(
-    lambda: Decoder(MODEL, BALANCE).init(
-      jax.random.key(0), ones_BT, ones_BT, ones_BT, views()
-    )
-  )
-  rng = np.random.default_rng(1)
-  near = {'scale': 1.0, 'dt_bias': -3.0}
-  return jax.tree_util.tree_map_with_path(
-    lambda path, p: (
-      near.get(path[-1].key, 0.0) + 0.1 * rng.normal(size=p.shape)
-    ).astype(np.float32),
-    shapes['params'],
-  )
+  return SMALL['random_params'](MODEL, BALANCE, 0.1)
 
 
 @functools.partial(
