@@ -1,0 +1,365 @@
+"""KDA's decode step, the TPU kernel in interpret mode with race detection."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.kda import arg_specs, decode, kda, mosaic_tpu_decode
+
+BOTH = ('reference', 'mosaic_tpu')
+QUICK = {'xla_backend_optimization_level': 0}
+SLOTS = 12
+SPEC = arg_specs.ArgSpec(3, 2, 2, 4, 32, 64)
+# Requests 0 and 2 continue slots 3 and 0; slots 1, 4 and 6 and up are not
+# named.
+READ = np.array([3, -1, 0], np.int32)
+WRITE = np.array([[-1, 3], [9, 10], [2, 5]], np.int32)
+UNNAMED = [1, 4, 6, 7, 8, 9, 10, 11]
+
+
+@contextlib.contextmanager
+def interpreted(cores=1):
+  """Runs TPU kernels on the CPU, failing on races and unwritten memory."""
+  params = pltpu.InterpretParams(
+    detect_races=True,
+    on_race='raise',
+    uninitialized_memory='nan',
+    out_of_bounds_reads='raise',
+    num_cores_or_threads=cores,
+    # Copies get a clock each; with the few of the default most races go by.
+    vector_clock_size=64,
+  )
+  with (
+    pltpu.force_tpu_interpret_mode(params),
+    mock.patch.object(mosaic_tpu_decode, '_device_cores', lambda: cores),
+  ):
+    try:
+      yield
+    finally:
+      pltpu.reset_tpu_interpret_mode_state()
+
+
+def make_inputs(spec=SPEC, seed=0):
+  inputs = arg_specs.make_inputs(spec, seed)
+  return {name: x for name, x in inputs.items() if name != 'h0'}
+
+
+def make_pool(spec=SPEC, dtype=jnp.float32, seed=1):
+  shape = (SLOTS, spec.value_heads, spec.key_dim, spec.value_dim)
+  states = np.random.default_rng(seed).standard_normal(shape, np.float32)
+  return jnp.asarray(0.3 * states).astype(dtype)
+
+
+@functools.cache
+def make_call(implementation, cores, options):
+  """A jitted call whose ids are traced, compiled once for all tests."""
+  del cores  # A call is traced for one number of cores.
+
+  @functools.partial(jax.jit, compiler_options=QUICK)
+  def call(inputs, states, read, write, fresh):
+    return decode.kda_decode(
+      **inputs,
+      states=states,
+      read_slots=read,
+      write_slots=write,
+      fresh=fresh,
+      implementation=implementation,
+      **dict(options),
+    )
+
+  return call
+
+
+def run(
+  implementation,
+  inputs,
+  states,
+  read,
+  write,
+  fresh=None,
+  cores=1,
+  **options,
+):
+  call = make_call(implementation, cores, tuple(options.items()))
+  ids = (jnp.asarray(read, jnp.int32), jnp.asarray(write, jnp.int32))
+  with interpreted(cores):
+    return jax.block_until_ready(call(inputs, states, *ids, fresh))
+
+
+def take(inputs, start, stop):
+  """Tokens of q, k, v, g and beta; parameters as they are."""
+  return {
+    name: x if name in ('A_log', 'dt_bias') else x[:, start:stop]
+    for name, x in inputs.items()
+  }
+
+
+class KdaDecodeTest(parameterized.TestCase):
+  def check(self, spec, dtype='float32', pool='float32', bound=1e-6, **options):
+    """Both implementations agree on outputs and kept states."""
+    inputs = options.pop('inputs', None) or make_inputs(spec)
+    states = make_pool(spec, pool)
+    calls = [run(name, inputs, states, READ, WRITE, **options) for name in BOTH]
+    (o, kept), (o_kernel, kept_kernel) = calls
+    self.assertEqual(o_kernel.dtype, jnp.dtype(dtype))
+    self.assertEqual(kept_kernel.dtype, jnp.dtype(pool))
+    f32 = functools.partial(np.asarray, dtype=np.float32)
+    self.assertGreater(np.max(np.abs(f32(o))), 1e-3)
+    for expected, actual in ((o, o_kernel), (kept, kept_kernel)):
+      expected, actual = f32(expected), f32(actual)
+      limit = bound * max(1.0, np.max(np.abs(expected)))
+      np.testing.assert_allclose(actual, expected, rtol=0, atol=limit)
+
+  @parameterized.product(implementation=BOTH, tokens=(1, 2, 4))
+  def test_continues_a_prefill(self, implementation, tokens):
+    spec = arg_specs.ArgSpec(2, 60, 2, 2, 64, 64)
+    inputs = make_inputs(spec)
+    oracle = functools.partial(
+      kda, implementation='reference', return_final_state=True
+    )
+    expected_o, expected_state = oracle(**inputs)
+    prefix = 60 - 2 * tokens
+    _, state = oracle(**take(inputs, 0, prefix))
+    states = make_pool(spec).at[jnp.array([7, 2])].set(state)
+    read = np.array([7, 2])
+    for t in range(prefix, 60, tokens):
+      write = np.full((2, tokens), -1)
+      write[:, -1] = read
+      step = take(inputs, t, t + tokens)
+      o, states = run(implementation, step, states, read, write)
+      np.testing.assert_allclose(
+        o, expected_o[:, t : t + tokens], rtol=0, atol=1e-5
+      )
+    np.testing.assert_allclose(states[read], expected_state, rtol=0, atol=1e-5)
+
+  @parameterized.parameters(*BOTH)
+  def test_many_steps_equal_one_prefill(self, implementation):
+    spec = arg_specs.ArgSpec(1, 200, 1, 1, 32, 32)
+    inputs = make_inputs(spec)
+    expected_o, expected_state = kda(
+      **inputs, implementation='reference', return_final_state=True
+    )
+    slot = jnp.array([5], jnp.int32)
+    states = make_pool(spec).at[5].set(0.0)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(inputs, states):
+      return decode.kda_decode(
+        **inputs,
+        states=states,
+        read_slots=slot,
+        write_slots=slot[None],
+        implementation=implementation,
+      )
+
+    with interpreted():
+      for t in range(200):
+        before = states
+        o, states = step(take(inputs, t, t + 1), states)
+        self.assertTrue(before.is_deleted())
+        np.testing.assert_allclose(
+          o, expected_o[:, t : t + 1], rtol=0, atol=1e-5
+        )
+    np.testing.assert_allclose(states[5:6], expected_state, rtol=0, atol=1e-5)
+
+  @parameterized.product(
+    implementation=BOTH, poison=(np.nan, 1e30), dtype=('float32', 'bfloat16')
+  )
+  def test_slots_not_named_keep_their_bits(self, implementation, poison, dtype):
+    clean = make_pool(dtype=dtype)
+    states = clean.at[jnp.array([1, 2, 5, 8])].set(poison)
+    inputs = make_inputs()
+    expected = run(implementation, inputs, clean, READ, WRITE)
+    o, after = run(implementation, inputs, states, READ, WRITE)
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(after[2], expected[1][2])
+    before = np.asarray(states.astype(jnp.float32))[UNNAMED]
+    after = np.asarray(after.astype(jnp.float32))
+    np.testing.assert_array_equal(
+      after[UNNAMED].view(np.int32), before.view(np.int32)
+    )
+    # Slot 0 is read and not written.
+    np.testing.assert_array_equal(after[0], states[0].astype(jnp.float32))
+    self.assertTrue(np.all(np.isfinite(after[[2, 3, 5]])))
+
+  @parameterized.parameters(*BOTH)
+  def test_inactive_requests(self, implementation):
+    inputs = make_inputs()
+    expected = run(implementation, inputs, make_pool(), READ, WRITE)
+    for name in ('q', 'k', 'v', 'g', 'beta'):
+      inputs[name] = inputs[name].at[1].set(jnp.nan)
+    o, states = run(implementation, inputs, make_pool(), READ, WRITE)
+    np.testing.assert_array_equal(o[1], np.zeros_like(o[1]))
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(states, expected[1])
+
+  @parameterized.parameters(*BOTH)
+  def test_nobody_is_active(self, implementation):
+    read = np.full(3, -1)
+    o, states = run(implementation, make_inputs(), make_pool(), read, WRITE)
+    np.testing.assert_array_equal(o, np.zeros_like(o))
+    np.testing.assert_array_equal(states, make_pool())
+
+  @parameterized.parameters(*BOTH)
+  def test_fresh_requests_start_from_zero(self, implementation):
+    inputs = make_inputs()
+    states = make_pool().at[3].set(0.0)
+    expected = run(implementation, inputs, states, READ, WRITE)
+    fresh = jnp.array([True, True, False])
+    states = states.at[3].set(jnp.nan)
+    o, after = run(implementation, inputs, states, READ, WRITE, fresh=fresh)
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(after, expected[1])
+
+  @parameterized.parameters(*BOTH)
+  def test_requests_fork_from_one_slot(self, implementation):
+    inputs = make_inputs()
+    read, write = np.array([4, 4, 4]), np.array([[0, 1], [2, 3], [-1, 5]])
+    o, states = run(implementation, inputs, make_pool(), read, write)
+    apart = make_pool().at[jnp.array([6, 7])].set(make_pool()[4])
+    expected = run(implementation, inputs, apart, np.array([6, 7, 4]), write)
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(states[:6], expected[1][:6])
+
+  @parameterized.parameters(*BOTH)
+  def test_a_check_keeps_the_state_of_each_token(self, implementation):
+    spec = arg_specs.ArgSpec(2, 4, 1, 2, 32, 32)
+    inputs = make_inputs(spec)
+    read = np.array([0, 1])
+    # The last token of each goes back to the slot that was read.
+    write = np.array([[2, 3, 4, 0], [5, 6, 7, 1]])
+    o, states = run(implementation, inputs, make_pool(spec), read, write)
+    slots, single = read, make_pool(spec)
+    for t in range(4):
+      step = take(inputs, t, t + 1)
+      o_t, single = run(
+        implementation, step, single, slots, write[:, t : t + 1]
+      )
+      slots = write[:, t]
+      np.testing.assert_allclose(o[:, t : t + 1], o_t, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(states, single, rtol=0, atol=1e-6)
+
+  @parameterized.parameters(*BOTH)
+  def test_traced_ids_out_of_range_count_as_negative(self, implementation):
+    inputs = make_inputs()
+    expected = run(implementation, inputs, make_pool(), READ, WRITE)
+    far = 2**31 - 1
+    read = np.where(READ < 0, far, READ)
+    write = np.where(WRITE < 0, SLOTS, WRITE)
+    write[1] = [-far, far]
+    o, states = run(implementation, inputs, make_pool(), read, write)
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(states, expected[1])
+
+  @parameterized.parameters(
+    (2, 4, 64, 128),
+    (3, 3, 100, 60),
+    (1, 16, 128, 32),
+    (2, 6, 32, 256),
+    (8, 24, 32, 32),
+    (1, 1, 256, 256),
+  )
+  def test_head_counts_and_dims(self, heads, value_heads, key_dim, value_dim):
+    shape = (heads, value_heads, key_dim, value_dim)
+    self.check(arg_specs.ArgSpec(3, 2, *shape))
+
+  @parameterized.parameters(1, 3, 8)
+  def test_token_counts(self, tokens):
+    inputs = make_inputs(arg_specs.ArgSpec(3, tokens, 1, 8, 32, 32))
+    states = make_pool(arg_specs.ArgSpec(3, tokens, 1, 8, 32, 32))
+    write = np.full((3, tokens), -1)
+    write[:, -1] = [3, 1, 6]
+    write[0, 0] = 3 if tokens == 1 else 8
+    o, kept = run('reference', inputs, states, READ, write)
+    o_kernel, kept_kernel = run('mosaic_tpu', inputs, states, READ, write)
+    np.testing.assert_allclose(o_kernel, o, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(kept_kernel, kept, rtol=0, atol=1e-6)
+
+  def test_bfloat16_inputs(self):
+    spec = arg_specs.ArgSpec(3, 2, 2, 4, 32, 64, 'bfloat16')
+    self.check(spec, 'bfloat16', bound=4e-3)
+
+  def test_bfloat16_pool(self):
+    self.check(SPEC, pool='bfloat16', bound=4e-3)
+
+  def test_softplus_gate(self):
+    self.check(SPEC, lower_bound=None)
+
+  def test_beta_up_to_two(self):
+    inputs = make_inputs()
+    inputs['beta'] = inputs['beta'] + 3
+    self.check(SPEC, inputs=inputs, allow_neg_eigval=True)
+
+  def test_ready_gate_and_beta(self):
+    inputs = make_inputs()
+    inputs['g'] = -1000 * jax.nn.sigmoid(inputs['g'] - 5)
+    inputs['beta'] = jax.nn.sigmoid(inputs['beta'])
+    inputs['q'], inputs['k'] = inputs['q'] / 8, inputs['k'] / 8
+    del inputs['A_log'], inputs['dt_bias']
+    self.check(
+      SPEC,
+      inputs=inputs,
+      gate_in_kernel=False,
+      beta_sigmoid=False,
+      qk_l2norm=False,
+      scale=0.5,
+    )
+
+  @parameterized.parameters((30, -30), (-30, 30), (1000, -1000), (-1000, 0))
+  def test_extreme_logits(self, g, beta):
+    inputs = make_inputs()
+    inputs['g'] = jnp.full_like(inputs['g'], g)
+    inputs['beta'] = jnp.full_like(inputs['beta'], beta)
+    self.check(SPEC, inputs=inputs)
+
+  @parameterized.parameters((1, 16), (4, 32))
+  def test_two_cores_share_the_heads(self, heads, value_heads):
+    self.check(arg_specs.ArgSpec(3, 2, heads, value_heads, 32, 32), cores=2)
+
+  def test_the_detector_sees_what_callers_must_not_do(self):
+    inputs, states = make_inputs(), make_pool()
+    read_of_another = np.array([[1, 3], [9, 10], [3, 5]])
+    twice = np.array([[1, 2], [9, 10], [2, 5]])
+    for write in (read_of_another, twice):
+      with self.assertRaisesRegex(Exception, 'RACE DETECTED'):
+        run('mosaic_tpu', inputs, states, READ, write)
+
+  def test_heads_may_be_sharded(self):
+    mesh = jax.make_mesh((2,), ('model',), (jax.sharding.AxisType.Auto,))
+    inputs, states = make_inputs(), make_pool()
+    names = ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias')
+
+    def call(implementation, states, *arrays):
+      return decode.kda_decode(
+        **dict(zip(names, arrays)),
+        states=states,
+        read_slots=jnp.asarray(READ),
+        write_slots=jnp.asarray(WRITE),
+        implementation=implementation,
+      )
+
+    arrays = [inputs[name] for name in names]
+    heads = [P(*[None] * 2, 'model')] * 5 + [P('model')] * 2
+    expected = call('reference', states, *arrays)
+    for implementation in BOTH:
+      sharded = jax.shard_map(
+        functools.partial(call, implementation),
+        mesh=mesh,
+        in_specs=(P(None, 'model'), *heads),
+        out_specs=(P(None, None, 'model'), P(None, 'model')),
+      )
+      with interpreted():
+        o, after = jax.block_until_ready(jax.jit(sharded)(states, *arrays))
+      np.testing.assert_allclose(o, expected[0], rtol=0, atol=1e-6)
+      np.testing.assert_allclose(after, expected[1], rtol=0, atol=1e-6)
+
+
+if __name__ == '__main__':
+  absltest.main()
