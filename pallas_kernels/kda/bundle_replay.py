@@ -42,7 +42,7 @@ class _Action:
   delays: tuple[tuple[str, int], ...]
   pops: str = ''
   pushes: str = ''
-  arrivals: tuple[int, ...] = ()
+  arrivals: range = range(0)
   use: str = ''
   use_cycles: int = 0
 
@@ -83,15 +83,16 @@ def _operand_kind(op: str) -> str:
   raise ValueError(f'No timing is known for {op}.')
 
 
-def _latency(op: str, generation: Generation) -> int:
+def _latency(op: str, unit: str, generation: Generation) -> int:
   """Cycles from an instruction's issue to the use of its result."""
   if op[0] == 'v':
     if _SPECIAL.match(op):
       return generation.special_latency
     if _LANE_REDUCE.match(op):
-      return generation.lane_reduce_latency
+      extra = generation.lane_reduce_extra
+      return generation.lane_latency[int(unit[-1])] + extra
     if _LANE_MOVE.match(op):
-      return generation.lane_latency
+      return generation.lane_latency[int(unit[-1])]
     if op == 'vset.pattern.permute':
       return generation.lane_interval
     return 1 if _ONE_CYCLE.match(op) else 2
@@ -99,6 +100,10 @@ def _latency(op: str, generation: Generation) -> int:
     return _SCALAR_LOAD_LATENCY
   two = op[0] == 'p' or op.startswith(('scmp', 'smul', 'scalar_select'))
   return 2 if two else 1
+
+
+def _arrivals(first: int, step: int, count: int) -> range:
+  return range(first, first + step * count, step)
 
 
 def _matrix_action(op: str, unit: str, base: dict, g: Generation) -> _Action:
@@ -118,7 +123,7 @@ def _matrix_action(op: str, unit: str, base: dict, g: Generation) -> _Action:
       use_cycles=interval,
     )
   interval, count = g.matmul_interval[kind], g.matmul_results[kind]
-  arrivals = tuple(g.matmul_latency + i * g.matmul_step for i in range(count))
+  arrivals = _arrivals(g.matmul_latency, g.matmul_step, count)
   loads = (weights,) if '.vlgmr' in op else ()
   delays = (*base['delays'], (f'{unit} product', interval))
   slot = _SLOT.search(op)
@@ -132,7 +137,7 @@ def _matrix_action(op: str, unit: str, base: dict, g: Generation) -> _Action:
     waits=(*base['waits'], *loads, f'{unit} product'),
     delays=delays,
     pushes='' if slot else f'{unit} result',
-    arrivals=() if slot else arrivals,
+    arrivals=range(0) if slot else arrivals,
     use='MATMUL',
     use_cycles=interval,
   )
@@ -149,18 +154,19 @@ def _lane_action(
       waits=(*base['waits'], f'{unit} pattern'), delays=base['delays']
     )
   interval = g.lane_interval
-  pushes, arrivals = '', ()
+  pushes, arrivals = '', range(0)
   delays = base['delays']
   if op.startswith('vxpose'):
-    if '.binary' in op:
-      interval *= 2
+    size = 'b16' if '.b16' in op else 'b32'
+    interval = g.transpose_interval[size]
     if '.start' in op:
       width = int(instruction.arguments.rpartition(',')[2])
-      rows = 16 if '.c.b16' in op and '.binary' not in op else 8
+      # Two arrays at once return twice the registers in the same time.
+      both = '.binary' in op
+      count = width // (8 if both or size == 'b32' else 16)
+      step = interval // 2 if both else interval
       pushes = f'{unit} transposed'
-      arrivals = tuple(
-        g.transpose_latency + i * g.lane_interval for i in range(width // rows)
-      )
+      arrivals = _arrivals(g.transpose_latency[size], step, count)
   elif op.startswith('vperm'):
     delays = (*delays, (f'{unit} pattern', interval))
   return _Action(
@@ -176,12 +182,12 @@ def _lane_action(
 def _action(instruction: Instruction, generation: Generation) -> _Action:
   """What the replay must know of an instruction."""
   op, unit = instruction.op, instruction.unit
-  if op == 'sphi':
-    # It names registers that a loop carries and executes nothing.
+  if op in ('sphi', 'vphi', 'pphi'):
+    # It names a register that a loop carries and executes nothing.
     return _Action(waits=(), delays=())
   base = {
     'waits': instruction.operands,
-    'delays': ((instruction.result, _latency(op, generation)),),
+    'delays': ((instruction.result, _latency(op, unit, generation)),),
   }
   if op.startswith(('vmatmul', 'vmatpush')):
     return _matrix_action(op, unit, base, generation)
@@ -224,6 +230,7 @@ def replay_bundles(
   actions: dict[int, tuple[_Action, ...]] = {}
   free: dict[str, int] = {}
   queues = collections.defaultdict(collections.deque)
+  latest = collections.Counter()
   producers: dict[str, str] = {}
   stalls, use = collections.Counter(), collections.Counter()
   cycle, start, issued = -1, -1, 0
@@ -256,13 +263,18 @@ def replay_bundles(
         producers[instruction.result] = instruction.op
       if action.pops and queues[action.pops]:
         queues[action.pops].popleft()
-      queues[action.pushes].extend(cycle + c for c in action.arrivals)
+      if action.arrivals:
+        queue = queues[action.pushes]
+        # Results leave a unit in order.
+        late = max(0, latest[action.pushes] - cycle - action.arrivals.start)
+        queue.extend(cycle + late + c for c in action.arrivals)
+        latest[action.pushes] = queue[-1] + action.arrivals.step
       if number >= warmup and action.use:
         use[action.use] += action.use_cycles
   units = {
     'MATMUL': generation.matrix_units,
     'MATPUSH': generation.matrix_units,
-    'XLU': generation.lane_units,
+    'XLU': len(generation.lane_latency),
   }
   return Replay(
     cycles=cycle - start,

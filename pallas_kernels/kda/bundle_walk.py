@@ -110,11 +110,10 @@ class _Scalars:
 
 def _executes(instruction: Instruction) -> bool:
   """Whether the walk must execute an instruction."""
-  kind = instruction.result[0]
-  return (kind in 'sp' and instruction.op != 'sphi') or instruction.op in (
-    'sst',
-    'sbr.rel',
-  )
+  if instruction.op in ('sst', 'sbr.rel'):
+    return True
+  # A phi names a register that a loop carries; it moves nothing.
+  return instruction.result[0] in 'sp' and not instruction.op.endswith('phi')
 
 
 class Walk:

@@ -28,7 +28,15 @@ _ENVIRONMENT = {
   'TPU_WORKER_HOSTNAMES': 'localhost',
   'TPU_WORKER_ID': '0',
 }
-_PASSES = '.*(final_bundles|final_hlo|packed-bundles-post-ra|pre-finalize).*'
+# {0} stands for the folder of dumps.
+_BUNDLE_FLAGS = (
+  '--xla_jf_dump_to={0}',
+  '--xla_jf_dump_hlo_text=false',
+  '--xla_jf_dump_llo_text=true',
+  '--xla_jf_dump_llo_pass_label_regex='
+  '.*(final_bundles|final_hlo|packed-bundles-post-ra|pre-finalize).*',
+)
+_PROFILE_FLAGS = ('--xla_jf_dump_static_llo_profile_to={0}',)
 _PROFILE = re.compile(
   r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)'
   r'(?:\s+num_equivalent_hlos: (\d+))?'
@@ -55,8 +63,6 @@ class KernelFigures:
     cycles: replayed bundles, waits for HBM not included.
     bundles: issued bundles.
     slots: length of the compiler's own schedule, latencies included.
-    compiler_cycles: the compiler's own estimate of the whole call.
-    other_cycles: the same for all that the call does outside of the kernels.
     unit_cycles: lower bound by unit.
     spill_stores: registers stored for want of registers.
     spill_fills: registers loaded back.
@@ -73,8 +79,6 @@ class KernelFigures:
   cycles: float
   bundles: float
   slots: float
-  compiler_cycles: float
-  other_cycles: float
   unit_cycles: dict[str, float]
   spill_stores: float
   spill_fills: float
@@ -93,6 +97,19 @@ class KernelFigures:
   def binding_share(self) -> float:
     """Share of the cycles in which the binding unit works."""
     return self.unit_cycles[self.binding_unit] / self.cycles
+
+
+@dataclasses.dataclass(frozen=True)
+class CallEstimate:
+  """The compiler's own estimate of a whole call, first and last steps included.
+
+  Attributes:
+    kernel_cycles: cycles of the Pallas kernels, per token and head.
+    other_cycles: cycles of all else that the call does.
+  """
+
+  kernel_cycles: float
+  other_cycles: float
 
 
 def estimate_vmem(allocations: str, final: str) -> int:
@@ -120,19 +137,6 @@ def _read_dump(folder: pathlib.Path, call: str, suffix: str) -> str:
       'name given to pallas_call?'
     )
   return found[0].read_text(encoding='utf-8')
-
-
-def _read_profile(folder: pathlib.Path, calls) -> tuple[int, int]:
-  """The compiler's estimated cycles of the kernels and of all else."""
-  kernels, others = 0, 0
-  for path in folder.glob('*.textproto'):
-    for name, cycles, copies in _PROFILE.findall(path.read_text()):
-      total = int(cycles) * int(copies or 1)
-      if re.sub(r'\.\d+$', '', name) in calls:
-        kernels += total
-      else:
-        others += total
-  return kernels, others
 
 
 def read_figures(
@@ -172,13 +176,10 @@ def read_figures(
     )
     vmem = max(vmem, estimate_vmem(allocations, final))
     unknown += step.unknown_branches
-  kernels, others = _read_profile(folder, entry['step_token_heads'])
   return KernelFigures(
     kernel=entry['name'],
     topology=topology,
     chunk=entry['chunk'],
-    compiler_cycles=kernels / entry['token_heads'],
-    other_cycles=others / entry['token_heads'],
     unit_cycles=dict(units),
     stalls=dict(stalls.most_common()),
     vmem_bytes=vmem,
@@ -187,6 +188,46 @@ def read_figures(
     single_token=entry['single_token'],
     **totals,
   )
+
+
+def _compile(
+  topology: str,
+  root: pathlib.Path,
+  flags: tuple[str, ...],
+  names: tuple[str, ...],
+  builder: str,
+) -> list[dict]:
+  """Compiles in a process of its own; one folder of dumps a kernel in root.
+
+  Returns:
+    Fields of each `ScheduledKernel`.
+
+  Raises:
+    ModuleNotFoundError: without libtpu.
+    RuntimeError: if the compilation fails.
+    ValueError: for an unknown generation.
+  """
+  find_generation(topology)
+  if importlib.util.find_spec('libtpu') is None:
+    raise ModuleNotFoundError(
+      'Compiling for a TPU ahead of time needs libtpu: pip install libtpu'
+    )
+  dumps = root / 'dumps'
+  dumps.mkdir()
+  environment = {
+    'LIBTPU_INIT_ARGS': ' '.join(flags).format(dumps),
+    'PYTHONPATH': ':'.join(path or '.' for path in sys.path),
+  }
+  worker = [sys.executable, '-m', 'pallas_kernels.kda.schedule_worker']
+  done = subprocess.run(
+    [*worker, topology, dumps, root, builder, ','.join(names)],
+    env=_ENVIRONMENT | environment,
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    raise RuntimeError(f'Compiling for {topology} failed:\n{done.stderr}')
+  return json.loads((root / 'kernels.json').read_text())
 
 
 def measure_kernels(
@@ -205,35 +246,42 @@ def measure_kernels(
     RuntimeError: if the compilation fails.
     ValueError: for an unknown generation, or output that cannot be read.
   """
-  find_generation(topology)
-  if importlib.util.find_spec('libtpu') is None:
-    raise ModuleNotFoundError(
-      'Compiling for a TPU ahead of time needs libtpu: pip install libtpu'
-    )
   with tempfile.TemporaryDirectory() as temporary:
     root = pathlib.Path(temporary)
-    dumps, out = root / 'dumps', root / 'out'
-    dumps.mkdir()
-    out.mkdir()
-    flags = [
-      f'--xla_jf_dump_to={dumps}',
-      '--xla_jf_dump_hlo_text=false',
-      '--xla_jf_dump_llo_text=true',
-      f'--xla_jf_dump_llo_pass_label_regex={_PASSES}',
-      f'--xla_jf_dump_static_llo_profile_to={dumps}',
-    ]
-    worker = [sys.executable, '-m', 'pallas_kernels.kda.schedule_worker']
-    done = subprocess.run(
-      [*worker, topology, dumps, out, builder, ','.join(names)],
-      env=_ENVIRONMENT
-      | {
-        'LIBTPU_INIT_ARGS': ' '.join(flags),
-        'PYTHONPATH': ':'.join(path or '.' for path in sys.path),
-      },
-      capture_output=True,
-      text=True,
-    )
-    if done.returncode:
-      raise RuntimeError(f'Compiling for {topology} failed:\n{done.stderr}')
-    entries = json.loads((out / 'kernels.json').read_text())
-    return [read_figures(out / e['name'], e, topology) for e in entries]
+    entries = _compile(topology, root, _BUNDLE_FLAGS, names, builder)
+    return [read_figures(root / e['name'], e, topology) for e in entries]
+
+
+def estimate_call(
+  topology: str, name: str, builder: str = _BUILDER
+) -> CallEstimate | None:
+  """The compiler's own estimate of a call, from a second compilation.
+
+  Args:
+    topology: as 'v6e:2x2'.
+    name: of the kernel.
+    builder: as of `measure_kernels`.
+
+  Returns:
+    None if the compiler aborts while it estimates, as it does on v5e for
+    products with masked operands.
+
+  Raises:
+    ModuleNotFoundError: without libtpu.
+  """
+  with tempfile.TemporaryDirectory() as temporary:
+    root = pathlib.Path(temporary)
+    try:
+      (entry,) = _compile(topology, root, _PROFILE_FLAGS, (name,), builder)
+    except RuntimeError:
+      return None
+    kernels, others = 0, 0
+    for path in (root / name).glob('*.textproto'):
+      for op, cycles, copies in _PROFILE.findall(path.read_text()):
+        total = int(cycles) * int(copies or 1)
+        if re.sub(r'\.\d+$', '', op) in entry['step_token_heads']:
+          kernels += total
+        else:
+          others += total
+    served = entry['token_heads']
+    return CallEstimate(kernels / served, others / served)

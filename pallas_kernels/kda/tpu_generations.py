@@ -25,7 +25,6 @@ class Generation:
     cores_per_chip: cores, each with the units below.
     cores_per_device: cores that share the work of one JAX device.
     matrix_units: matrix units of a core.
-    lane_units: cross-lane units of a core.
     matmul_interval: by operand kind, from one matrix instruction to the next.
     matmul_results: by operand kind, registers that one instruction returns.
     matmul_latency: from a matrix instruction to its first result.
@@ -33,9 +32,10 @@ class Generation:
     push_interval: by operand kind, from one push of weights to the next.
     push_latency: by operand kind, from the last push to the product with it.
     lane_interval: from one cross-lane instruction to the next.
-    lane_latency: of a permutation or broadcast across lanes.
-    lane_reduce_latency: of a reduction across lanes.
-    transpose_latency: from the first row in to the first row out.
+    lane_latency: of a permutation across lanes, for each cross-lane unit.
+    lane_reduce_extra: what a reduction across lanes takes longer.
+    transpose_interval: by element size, from one row in to the next.
+    transpose_latency: by element size, from the first row in to the first out.
     special_latency: of exponentials, reciprocals and roots.
   """
 
@@ -44,7 +44,6 @@ class Generation:
   cores_per_chip: int
   cores_per_device: int
   matrix_units: int
-  lane_units: int
   matmul_interval: Mapping[str, int]
   matmul_results: Mapping[str, int]
   matmul_latency: int
@@ -52,9 +51,10 @@ class Generation:
   push_interval: Mapping[str, int]
   push_latency: Mapping[str, int]
   lane_interval: int
-  lane_latency: int
-  lane_reduce_latency: int
-  transpose_latency: int
+  lane_latency: tuple[int, ...]
+  lane_reduce_extra: int
+  transpose_interval: Mapping[str, int]
+  transpose_latency: Mapping[str, int]
   special_latency: int
 
 
@@ -67,11 +67,12 @@ _NARROW_ARRAYS = {
   'matmul_results': {'bf16': 2, 'f32': 1, 'register': 1},
   'matmul_latency': 125,
   'matmul_step': 8,
-  'lane_units': 3,
   'lane_interval': 8,
-  'lane_latency': 90,
-  'lane_reduce_latency': 91,
-  'transpose_latency': 172,
+  # The third unit cannot transpose and is quicker.
+  'lane_latency': (114, 114, 90),
+  'lane_reduce_extra': 1,
+  'transpose_interval': {'b16': 16, 'b32': 8},
+  'transpose_latency': {'b16': 172, 'b32': 164},
 }
 # A 256 x 256 array takes two rows a cycle: 4 x 256 x 256 products a cycle are
 # the published 918 TFLOP/s of v6e at 1.75 GHz and half of tpu7x's 2307 at 2.2.
@@ -79,8 +80,9 @@ _WIDE_ARRAYS = {
   'matrix_units': 2,
   'matmul_interval': {'bf16': 8, 'f32': 4},
   'matmul_results': {'bf16': 4, 'f32': 2},
-  'lane_units': 2,
   'lane_interval': 4,
+  'lane_reduce_extra': 14,
+  'transpose_interval': {'b16': 4, 'b32': 4},
 }
 _PUSHES = {
   'push_interval': {'bf16': 4, 'f32': 2, 'transposed': 8},
@@ -113,9 +115,8 @@ GENERATIONS = {
     cores_per_device=1,
     matmul_latency=192,
     matmul_step=2,
-    lane_latency=123,
-    lane_reduce_latency=137,
-    transpose_latency=98,
+    lane_latency=(123, 123),
+    transpose_latency={'b16': 98, 'b32': 124},
     special_latency=13,
     **_WIDE_ARRAYS,
     **_PUSHES,
@@ -127,9 +128,8 @@ GENERATIONS = {
     cores_per_device=1,
     matmul_latency=211,
     matmul_step=1,
-    lane_latency=127,
-    lane_reduce_latency=141,
-    transpose_latency=102,
+    lane_latency=(127, 127),
+    transpose_latency={'b16': 102, 'b32': 128},
     special_latency=10,
     **_WIDE_ARRAYS,
     **_PUSHES,
