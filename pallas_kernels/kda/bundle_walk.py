@@ -2,10 +2,11 @@
 
 The dump lists a kernel's bundles once: the grid is a loop, and what runs in the
 first or last step alone sits behind branches. Whether a branch is taken depends
-on a few scalar instructions, which are executed here; vectors are not.
+on a few scalar instructions, which are executed here; vectors are not. What a
+kernel reads from scalar memory that it has not written, the number of the core
+and its scalar operands, counts as 0.
 """
 
-import collections
 import re
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,7 @@ _PREDICATE = re.compile(
   r'\((!?)%p\d+_(p\d+)(?:, %(?:s|p)\d+_((?:s|p)\d+))?\),?\s*'
 )
 _OPERAND = re.compile(r'%(?:s|p)\d+_((?:s|p)\d+)$')
-_SLOT = re.compile(r'\[smem:\[(#allocation\d+_spill)\]\]')
+_ADDRESS = re.compile(r'\[smem:\[([^\]]*)\]\]')
 _TARGET = re.compile(r'(?:target = \$region|region = )(\d+)')
 
 
@@ -71,6 +72,17 @@ class _Scalars:
     if match is None:
       return None
     return self.values.get(match.group(1))
+
+  def address(self, arguments: str) -> tuple | None:
+    """Place in scalar memory that an instruction names, None if unknown."""
+    place = []
+    for part in _ADDRESS.search(arguments).group(1).split('+'):
+      part = part.strip()
+      value = part if part.startswith('#') else self.read(part)
+      if value is None:
+        return None
+      place.append(value)
+    return tuple(place)
 
   def condition(self, arguments: str) -> tuple[int | None, str | None, str]:
     """Splits a leading predicate off: its value, the tied register, the rest.
@@ -152,29 +164,34 @@ class Walk:
       ValueError: at a branch to nowhere, or after too many bundles.
     """
     scalars, memory = _Scalars(), {}
-    address, executed = 0, 0
-    pending = collections.deque()
+    address, executed, slots, target = 0, 0, 0, None
     while address < len(self._bundles):
       yield address
       executed += 1
       if executed > self._longest:
         raise ValueError(f'No end after {self._longest} bundles.')
-      target = self._step(address, scalars, memory)
-      if target is not None:
-        pending.append([_DELAY_SLOTS + 1, target])
+      taken = self._step(address, scalars, memory, target is None)
       address += 1
-      for jump in pending:
-        jump[0] -= 1
-      if pending and pending[0][0] == 0:
-        address = pending.popleft()[1]
+      if target is not None:
+        slots -= 1
+      elif taken is not None:
+        slots, target = _DELAY_SLOTS, taken
+      if target is not None and slots == 0:
+        address, target = target, None
 
-  def _step(self, address, scalars, memory) -> int | None:
-    """Executes a bundle's scalar instructions and returns a taken target."""
+  def _step(self, address, scalars, memory, branches) -> int | None:
+    """Executes a bundle's scalar instructions and returns a taken target.
+
+    In the delay slots of a taken branch no other is looked at: its predicate
+    may be left over from another path.
+    """
     writes, target = {}, None
     for instruction in self._scalar[address]:
       op = instruction.op
       known, tied, arguments = scalars.condition(instruction.arguments)
       if op == 'sbr.rel':
+        if not branches:
+          continue
         if known is None:
           self.unknown_branches.add(address)
         elif known:
@@ -183,11 +200,11 @@ class Walk:
             raise ValueError(f'Branch to region {region}, which is not there.')
           target = self._address[region]
         continue
-      slot = _SLOT.search(arguments)
       if op == 'sst':
-        if slot:
-          value = scalars.read(arguments[slot.end() :])
-          memory[slot.group(1)] = value if known else None
+        place = scalars.address(arguments)
+        if place and known != 0:
+          value = scalars.read(arguments[_ADDRESS.search(arguments).end() :])
+          memory[place] = value if known else None
         continue
       if known == 0:
         if tied is None or tied == instruction.result:
@@ -196,7 +213,7 @@ class Walk:
       elif known is None:
         value = None
       elif op == 'sld':
-        value = memory.get(slot.group(1)) if slot else None
+        value = memory.get(scalars.address(arguments), 0)
       else:
         value = scalars.compute(op, arguments)
       writes[instruction.result] = value

@@ -263,8 +263,8 @@ def estimate_call(
     builder: as of `measure_kernels`.
 
   Returns:
-    None if the compiler aborts while it estimates, as it does on v5e for
-    products with masked operands.
+    None if the compiler aborts while it estimates. libtpu 0.0.52 does on v5e
+    and v5p for products with masked operands, and for some copies.
 
   Raises:
     ModuleNotFoundError: without libtpu.

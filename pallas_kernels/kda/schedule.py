@@ -132,16 +132,18 @@ def describe(
     f'  {spec_name}, {call}: {compute * 1e3:.3g} ms of compute, '
     f'{hbm * 1e3:.3g} ms at the peak of HBM, on one JAX device',
   ]
-  if estimate:
+  own = "  the compiler's own estimate of a whole call: "
+  if estimate is None:
+    lines.append(own + 'none, it aborts')
+  else:
     lines.append(
-      f"  the compiler's own estimate of a whole call: "
-      f'{estimate.kernel_cycles:.2f} in the kernel, '
+      f'{own}{estimate.kernel_cycles:.2f} in the kernel, '
       f'{estimate.other_cycles:.2f} outside of it'
     )
   if figures.unknown_branches:
     lines.append(
-      f'  {figures.unknown_branches} branches could not be decided and count '
-      'as not taken'
+      '  branches that could not be decided and count as not taken: '
+      f'{figures.unknown_branches}'
     )
   return '\n'.join(lines)
 
