@@ -1,6 +1,6 @@
 r"""Static schedules of the KDA kernels on TPUs, without a TPU.
 
-  python -m pallas_kernels.kda.schedule --topology=v5e:2x2,v6e:2x2 --spec=8k
+  python -m pallas_kernels.kda.schedule --topology=v5e:2x2,v6e:2x2 --shape=8k
 
 Compiles each kernel ahead of time, replays the compiler's bundles with the
 compiler's latencies and prints what a token and head costs. All figures are
@@ -31,8 +31,8 @@ _TOPOLOGY = flags.DEFINE_list(
   'topology', list(TOPOLOGIES), 'Topologies to compile for, as v6e:2x2.'
 )
 _KERNELS = flags.DEFINE_list('kernels', [], 'Kernels to compile; all if empty.')
-_SPEC = flags.DEFINE_enum(
-  'spec', '8k', sorted(arg_specs.SPECS), 'Named shape to estimate a time for.'
+_SHAPE = flags.DEFINE_enum(
+  'shape', '8k', sorted(arg_specs.SPECS), 'Named shape to estimate a time for.'
 )
 _JSON = flags.DEFINE_bool('json', False, 'Print the figures as JSON alone.')
 _UPDATE = flags.DEFINE_bool('update', False, 'Keep the figures in the repo.')
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> None:
   print('Waits for HBM are not in them, and clock rates are assumed.')
   for one in figures:
     estimate = kernel_figures.estimate_call(one.topology, one.kernel)
-    print(describe(one, estimate, _SPEC.value))
+    print(describe(one, estimate, _SHAPE.value))
   for one in figures:
     print(summarize(one))
 
