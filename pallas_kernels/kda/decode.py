@@ -10,7 +10,9 @@ import numpy as np
 
 from pallas_kernels import target
 from pallas_kernels.kda import (
+  arg_specs,
   checks,
+  decode_plan,
   gate,
   mosaic_tpu_decode,
   operands,
@@ -123,7 +125,7 @@ def kda_decode(
   _check_pool(arrays, states, read_slots, write_slots, fresh)
   _check_ids(states.shape[0], read_slots, write_slots, fresh)
 
-  reason = mosaic_tpu_decode.find_obstacle(arrays, states)
+  reason = decode_plan.find_obstacle(arrays, states)
   if implementation is None:
     implementation = _default_implementation(target.target_platform(), reason)
   elif implementation == 'mosaic_tpu' and reason is not None:
@@ -251,3 +253,34 @@ def _decode_reference(
     )
   o_NTHV = gate.select_valid(valid_NT, jnp.stack(outputs, axis=1))
   return o_NTHV.astype(arrays.v_BTHV.dtype), states_SHKV
+
+
+def schedule_case(cores: int = 1):
+  """A call of the kernel for TPU whose static schedule is worth a look.
+
+  Args:
+    cores: tensor cores of one device of the topology to compile for.
+
+  Returns:
+    A function, its abstract arguments (one token of 16 requests, 32 heads of
+    128 channels), and the tokens times heads that a grid step of one core
+    serves.
+  """
+  spec = arg_specs.ArgSpec(16, 1, 32, 32, 128, 128, 'bfloat16')
+  arrays = arg_specs.abstract_inputs(spec)
+  pool = arrays.pop('h0')
+  ids = (
+    jax.ShapeDtypeStruct((spec.batch,), jnp.int32),
+    jax.ShapeDtypeStruct((spec.batch, 1), jnp.int32),
+  )
+
+  def run(states, read_slots, write_slots, *values):
+    return kda_decode(
+      **dict(zip(arrays, values)),
+      states=states,
+      read_slots=read_slots,
+      write_slots=write_slots,
+      implementation='mosaic_tpu',
+    )
+
+  return run, (pool, *ids, *arrays.values()), spec.value_heads // cores

@@ -1,11 +1,13 @@
 """KDA's decode step as a Pallas kernel for TPU.
 
 The kernel is a copy pipeline: each head's state is read from HBM and written
-back once, and everything else hides behind those copies. Kimi Linear
-(arXiv 2510.26692) equation 1 for the recurrence.
+back once, and everything else hides behind those copies. K lies on sublanes and
+V on lanes, so decays, keys and queries, which arrive with K on lanes, must be
+turned and then spread over all lanes. That is most of the work, so it is shared
+between the two units that can do it. Kimi Linear (arXiv 2510.26692) equation 1
+for the recurrence.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -13,196 +15,155 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, operands
+from pallas_kernels.kda import decode_plan, gate, operands
 
 INACTIVE = -1
 FRESH = -2
 
-# Eight heads fill the sublanes of a register tile; more would only lengthen
-# the unrolled code.
-_MOST_HEADS = 8
-# Copies in flight have to cover the latency of HBM: at 3.7 TB/s and about a
-# microsecond these are 4 MB in each direction.
-_BYTES_IN_FLIGHT = 4 * 2**20
-_MOST_BUFFERS = 8
-_SPILL_BYTES = 8 * 2**20
-# Every generation has at least 64 MB of VMEM a core.
-_MOST_VMEM_BYTES = 60 * 2**20
-# Words of SMEM.
-_MOST_IDS = 2**17
+_LANES = 128
+_HIGH_HALF = -(2**16)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodePlan:
-  """How one call is cut into copies.
+def _split(x: jax.Array) -> list[jax.Array]:
+  """Three float32 arrays that fit bfloat16 exactly and whose sum is x.
 
-  Attributes:
-    heads: value heads a copy; divides those of the call.
-    key_heads: q/k heads that they read.
-    blocks: copies of a request, over all cores.
-    cores: tensor cores of a device that share the heads.
-    buffers: blocks held in VMEM on their way in, and as many on their way out.
-    vmem_bytes: limit to compile under.
+  Bits are cut, because a compiler may drop a rounding to bfloat16 and back.
   """
-
-  heads: int
-  key_heads: int
-  blocks: int
-  cores: int
-  buffers: int
-  vmem_bytes: int
-
-
-def _device_cores() -> int:
-  """Tensor cores of one device of the mesh, or of the default backend."""
-  mesh = jax.sharding.get_abstract_mesh()
-  device = None if mesh.empty else mesh.abstract_device
-  device = jax.devices()[0] if device is None else device
-  return getattr(device, 'num_cores', None) or 1
+  parts = []
+  for _ in range(2):
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _HIGH_HALF
+    parts.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
+    x = x - parts[-1]
+  return [*parts, x]
 
 
-def _tile_bytes(rows: int, lanes: int, dtype) -> int:
-  """VMEM bytes of a matrix, which is held in tiles of (8 words, 128)."""
-  size = jnp.dtype(dtype).itemsize
-  return pl.cdiv(rows * size, 32) * 32 * pl.cdiv(lanes, 128) * 128
-
-
-def make_plan(
-  arrays: operands.Operands, states_SHKV: jax.Array, cores: int
-) -> DecodePlan:
-  """Chooses heads a copy and the number of buffers.
+def _turn(
+  token, A_log_H1: jax.Array, dt_bias_HK: jax.Array, config: operands.KdaConfig
+) -> tuple[jax.Array, jax.Array]:
+  """Norms and gates of one token for the heads of one block, K on sublanes.
 
   Args:
-    arrays: the arrays of the call.
-    states_SHKV: the pool of states.
-    cores: tensor cores of the device.
-  """
-  tokens, key_heads, num_keys = arrays.q_BTHK.shape[1:]
-  value_heads, num_values = arrays.v_BTHV.shape[2:]
-  group = value_heads // key_heads
-  heads = max(
-    n
-    for n in range(1, _MOST_HEADS + 1)
-    if value_heads % n == 0 and (n % group == 0 or group % n == 0)
-  )
-  blocks = value_heads // heads
-  cores = cores if blocks % cores == 0 else 1
-  block_bytes = heads * _tile_bytes(num_keys, num_values, states_SHKV.dtype)
-  buffers = min(max(_BYTES_IN_FLIGHT // block_bytes, 2), _MOST_BUFFERS)
-  f32 = jnp.float32
-  carry_bytes = heads * _tile_bytes(num_keys, num_values, f32)
-  # q, k, g and a bias, v and the output, beta and a rate.
-  operand_bytes = (
-    tokens
-    * blocks
-    * (
-      4 * _tile_bytes(heads, num_keys, f32)
-      + 2 * _tile_bytes(heads, num_values, f32)
-      + 2 * _tile_bytes(heads, 1, f32)
-    )
-  )
-  return DecodePlan(
-    heads=heads,
-    key_heads=max(heads // group, 1),
-    blocks=blocks,
-    cores=cores,
-    buffers=buffers,
-    vmem_bytes=(
-      2 * buffers * block_bytes + carry_bytes + 2 * operand_bytes + _SPILL_BYTES
-    ),
-  )
-
-
-def find_obstacle(
-  arrays: operands.Operands, states_SHKV: jax.Array
-) -> str | None:
-  """Says why the kernel cannot take a call, or None when it can."""
-  plan = make_plan(arrays, states_SHKV, 1)
-  if plan.vmem_bytes > _MOST_VMEM_BYTES:
-    tokens, value_heads = arrays.v_BTHV.shape[1:3]
-    return (
-      f'{value_heads} value heads and {tokens} tokens a request need '
-      f'{plan.vmem_bytes} bytes of VMEM; accepted are {_MOST_VMEM_BYTES}.'
-    )
-  ids = arrays.q_BTHK.shape[0] * (arrays.q_BTHK.shape[1] + 1)
-  if ids > _MOST_IDS:
-    return f'{ids} ids of slots; accepted are {_MOST_IDS} a call.'
-  return None
-
-
-def _activate(refs, t, block, config: operands.KdaConfig):
-  """Norms and gates of one token for the heads of one block.
+    token: q, k [key_heads, K] and g [heads, K].
+    A_log_H1: float32 [heads, 1].
+    dt_bias_HK: float32 [heads, K].
+    config: static settings.
 
   Returns:
-    Log decay exponentiated [heads, K], keys and scaled queries [key_heads, K],
-    their products [key_heads, 1], values [heads, V] and write strength
-    [heads, 1], all float32.
+    Columns [K, 3 * (heads + key_heads) + key_heads, rounded up to 8]: three
+    parts of all decays and scaled queries, then keys. And q^T k [key_heads, 1].
   """
-  q_ref, k_ref, v_ref, g_ref, beta_ref, A_log_ref, dt_bias_ref = refs
-  f32 = jnp.float32
-  q, k = (ref[0, t, block].astype(f32) for ref in (q_ref, k_ref))
+  q, k, g = (x.astype(jnp.float32) for x in token)
   if config.qk_l2norm:
     q, k = gate.normalize(q), gate.normalize(k)
   q = q * config.scale
-  g = g_ref[0, t, block].astype(f32)
   if config.gate_in_kernel:
-    g = g + dt_bias_ref[block]
-    rate = jnp.exp(A_log_ref[block])
+    g, rate = g + dt_bias_HK, jnp.exp(A_log_H1)
     if config.lower_bound is None:
       g = rate * gate.log_decay(g, None, None, None)
     else:
       g = gate.log_decay(rate * g, None, None, config.lower_bound)
-  qk = jnp.sum(q * k, axis=1, keepdims=True)
-  v = v_ref[0, t, block].astype(f32)
-  beta = gate.write_strength(beta_ref[0, t, block], config)
-  return jnp.exp(g), k, q, qk, v, beta
+  parts = _split(jnp.concatenate([jnp.exp(g), q], axis=0))
+  rows = jnp.concatenate([*parts, k], axis=0)
+  rows = jnp.pad(rows, ((0, -rows.shape[0] % 8), (0, 0)))
+  return rows.T, jnp.sum(q * k, axis=1, keepdims=True)
 
 
-def _transpose(rows: list[jax.Array]) -> jax.Array:
-  """Stacks matrices of K columns and turns them to K rows."""
-  stack = jnp.concatenate(rows, axis=0)
-  missing = -stack.shape[0] % 8
-  return jnp.pad(stack, ((0, missing), (0, 0))).T
-
-
-def _advance(source_ref, target_refs, activated) -> jax.Array:
+def _advance(
+  source_ref,
+  target_refs,
+  columns_KC: jax.Array,
+  qk_H1: jax.Array,
+  v_HV: jax.Array,
+  beta_H1: jax.Array,
+) -> jax.Array:
   """One token for every head of a block.
+
+  Args:
+    source_ref: states [heads, K, V].
+    target_refs: where the new states go.
+    columns_KC: decays, queries and keys, as of `_turn`.
+    qk_H1: q^T k [key_heads, 1].
+    v_HV: float32 values [heads, V].
+    beta_H1: float32 write strength [heads, 1].
 
   Returns:
     Outputs [heads, V], float32.
   """
-  a_HK, k_HK, q_HK, qk_H1, v_HV, beta_H1 = activated
-  heads, key_heads = a_HK.shape[0], k_HK.shape[0]
-  columns = _transpose([a_HK, k_HK, q_HK])
+  heads, num_values = v_HV.shape
+  key_heads = qk_H1.shape[0]
+  count = heads + key_heads
+  parts_KC = columns_KC[:, : 3 * count].astype(jnp.bfloat16)
+  shape = (3 * count, 2 * _LANES)
+  column = jax.lax.broadcasted_iota(jnp.int32, shape, 0) % count
+  lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+  def fit(x):
+    """As many lanes as values, of a matrix whose columns are all equal."""
+    repeats = pl.cdiv(num_values, _LANES)
+    return jnp.concatenate([x] * repeats, axis=1)[:, :num_values]
+
   outputs = []
   for h in range(heads):
     i = h * key_heads // heads
-    a, k, q = (
-      columns[:, c : c + 1] for c in (h, heads + i, heads + key_heads + i)
+    # The product with ones spreads a column without loss: the three parts of a
+    # number add up to it in float32. Cross-lane instructions spread the keys.
+    wanted = jnp.where(lane < _LANES, h, heads + i)
+    spread = jnp.dot(
+      parts_KC,
+      (column == wanted).astype(jnp.bfloat16),
+      precision=jax.lax.Precision.DEFAULT,
+      preferred_element_type=jnp.float32,
     )
-    state_KV = a * source_ref[h].astype(jnp.float32)
-    seen_V = jnp.sum(k * state_KV, axis=0, keepdims=True)
+    a_KV, q_KV = fit(spread[:, :_LANES]), fit(spread[:, _LANES:])
+    k_K1 = columns_KC[:, 3 * count + i : 3 * count + i + 1]
+    state_KV = a_KV * source_ref[h].astype(jnp.float32)
+    seen_V = jnp.sum(k_K1 * state_KV, axis=0, keepdims=True)
     write_V = beta_H1[h : h + 1] * (v_HV[h : h + 1] - seen_V)
     # The output is read from the state before the write, so that it does not
     # wait for it: q^T (S + k w^T) = q^T S + (q^T k) w^T.
-    read_V = jnp.sum(q * state_KV, axis=0, keepdims=True)
+    read_V = jnp.sum(q_KV * state_KV, axis=0, keepdims=True)
     outputs.append(read_V + qk_H1[i : i + 1] * write_V)
-    state_KV = state_KV + k * write_V
+    state_KV = state_KV + k_K1 * write_V
     for ref in target_refs:
       ref[h] = state_KV.astype(ref.dtype)
   return jnp.concatenate(outputs, axis=0)
 
 
-def _decode_kernel(read_ref, write_ref, *refs, plan, config):
-  *inputs, _, o_ref, pool_ref, in_ref, out_ref, carry_ref, in_sem, out_sem = (
-    refs
-  )
+def _decode_kernel(
+  read_ref,
+  write_ref,
+  q_ref,
+  k_ref,
+  g_ref,
+  next_q_ref,
+  next_k_ref,
+  next_g_ref,
+  v_ref,
+  beta_ref,
+  A_log_ref,
+  dt_bias_ref,
+  _,
+  o_ref,
+  pool_ref,
+  in_ref,
+  out_ref,
+  carry_ref,
+  columns_ref,
+  qk_ref,
+  in_sem,
+  out_sem,
+  *,
+  plan: decode_plan.DecodePlan,
+  config: operands.KdaConfig,
+):
   core, request = pl.program_id(0), pl.program_id(1)
   requests, tokens = pl.num_programs(1), o_ref.shape[1]
   blocks = plan.blocks // plan.cores
   loads, stores = requests * blocks, requests * blocks * tokens
+  here = (q_ref, k_ref, g_ref)
+  there = (next_q_ref, next_k_ref, next_g_ref)
 
-  def heads_of(slot, block):
+  def find_heads(slot, block):
     first = (core * blocks + block) * plan.heads
     return pool_ref.at[slot, pl.ds(first, plan.heads)]
 
@@ -213,24 +174,19 @@ def _decode_kernel(read_ref, write_ref, *refs, plan, config):
 
     @pl.when(slot >= 0)
     def _():
-      source = heads_of(slot, jax.lax.rem(i, blocks))
-      copy = pltpu.make_async_copy(source, in_ref.at[buffer], in_sem.at[buffer])
-      act(copy)
+      source = find_heads(slot, jax.lax.rem(i, blocks))
+      act(pltpu.make_async_copy(source, in_ref.at[buffer], in_sem.at[buffer]))
 
   def store(j, act):
     """Starts or awaits the store of the j-th block and token, if any."""
-    i = jax.lax.div(j, tokens)
-    t = jax.lax.rem(j, tokens)
+    i, t = jax.lax.div(j, tokens), jax.lax.rem(j, tokens)
     slot = write_ref[jax.lax.div(i, blocks) * tokens + t]
     buffer = jax.lax.rem(j, plan.buffers)
 
     @pl.when(slot >= 0)
     def _():
-      target = heads_of(slot, jax.lax.rem(i, blocks))
-      copy = pltpu.make_async_copy(
-        out_ref.at[buffer], target, out_sem.at[buffer]
-      )
-      act(copy)
+      target = find_heads(slot, jax.lax.rem(i, blocks))
+      act(pltpu.make_async_copy(out_ref.at[buffer], target, out_sem.at[buffer]))
 
   def start(copy):
     copy.start()
@@ -238,10 +194,28 @@ def _decode_kernel(read_ref, write_ref, *refs, plan, config):
   def wait(copy):
     copy.wait()
 
+  def turn(j, block, token):
+    columns, qk = _turn(token, A_log_ref[block], dt_bias_ref[block], config)
+    columns_ref[jax.lax.rem(j, 2)] = columns
+    qk_ref[jax.lax.rem(j, 2)] = qk
+
+  def turn_next(j, block, t):
+    """Turns what comes after a block and token, while that is advanced."""
+    wraps = t == tokens - 1
+    t = jnp.where(wraps, 0, t + 1)
+    block = jnp.where(wraps, block + 1, block)
+    leaves = block == blocks
+    block = jnp.where(leaves, 0, block)
+    token = [
+      jnp.where(leaves, y[0, 0, 0], x[0, t, block]) for x, y in zip(here, there)
+    ]
+    turn(j + 1, block, token)
+
   @pl.when(request == 0)
   def _():
     first = jnp.minimum(plan.buffers - 1, loads)
     jax.lax.fori_loop(0, first, lambda i, _: load(i, start), None)
+    turn(0, 0, [x[0, 0, 0] for x in here])
 
   def run_block(block, _):
     i = request * blocks + block
@@ -252,7 +226,10 @@ def _decode_kernel(read_ref, write_ref, *refs, plan, config):
 
     @pl.when(read_ref[request] == FRESH)
     def _():
-      in_ref[buffer] = jnp.zeros(in_ref.shape[1:], in_ref.dtype)
+      def clear(h, _):
+        in_ref[buffer, h] = jnp.zeros(in_ref.shape[2:], in_ref.dtype)
+
+      jax.lax.fori_loop(0, plan.heads, clear, None)
 
     def run_token(t, source_ref):
       j = i * tokens + t
@@ -261,16 +238,24 @@ def _decode_kernel(read_ref, write_ref, *refs, plan, config):
 
       @pl.when(read_ref[request] != INACTIVE)
       def _():
-        activated = _activate(inputs, t, block, config)
         targets = [out_ref.at[jax.lax.rem(j, plan.buffers)]]
         if tokens > 1:
           targets.append(carry_ref)
-        o_HV = _advance(source_ref, targets, activated)
+        o_HV = _advance(
+          source_ref,
+          targets,
+          columns_ref[jax.lax.rem(j, 2)],
+          qk_ref[jax.lax.rem(j, 2)],
+          v_ref[0, t, block].astype(jnp.float32),
+          gate.write_strength(beta_ref[0, t, block], config),
+        )
         o_ref[0, t, block] = o_HV.astype(o_ref.dtype)
+        turn_next(j, block, t)
 
       @pl.when(read_ref[request] == INACTIVE)
       def _():
         o_ref[0, t, block] = jnp.zeros(o_ref.shape[3:], o_ref.dtype)
+        turn_next(j, block, t)
 
       store(j, start)
 
@@ -295,6 +280,8 @@ def kda_decode_mosaic_tpu(
 ) -> tuple[jax.Array, jax.Array]:
   """Runs every token of every request.
 
+  A NaN or an infinity among q and g of one head reaches the heads next to it.
+
   Args:
     arrays: the arrays of the call, rows being requests; h0_BHKV is not used.
     states_SHKV: float32 or bfloat16 pool of states [slots, HV, K, V].
@@ -308,8 +295,8 @@ def kda_decode_mosaic_tpu(
   """
   requests, tokens, value_heads, num_values = arrays.v_BTHV.shape
   num_keys = arrays.k_BTHK.shape[-1]
-  plan = make_plan(arrays, states_SHKV, _device_cores())
-  blocks, f32 = plan.blocks, jnp.float32
+  plan = decode_plan.make_plan(arrays, states_SHKV, decode_plan.count_cores())
+  f32, dtype = jnp.float32, states_SHKV.dtype
   A_log, dt_bias = arrays.A_log_H, arrays.dt_bias_HK
   if A_log is None:
     A_log = jnp.zeros((value_heads,), f32)
@@ -319,39 +306,44 @@ def kda_decode_mosaic_tpu(
   def split(x, heads):
     """Splits the head axis of [.., heads, dim], so that blocks are whole."""
     *rows, all_heads, dim = x.shape
-    # Value heads of two blocks may share a head of q and k.
-    if all_heads < blocks * heads:
-      x = jnp.repeat(x, blocks * heads // all_heads, axis=-2)
-    return x.reshape(*rows, blocks, heads, dim)
+    # Value heads of several blocks may share a head of q and k.
+    shared = plan.blocks * heads // all_heads
+    x = x if shared == 1 else jnp.repeat(x, shared, axis=-2)
+    return x.reshape(*rows, plan.blocks, heads, dim)
 
-  inputs = [
+  turned = [
     split(arrays.q_BTHK, plan.key_heads),
     split(arrays.k_BTHK, plan.key_heads),
-    split(arrays.v_BTHV, plan.heads),
     split(arrays.g_BTHK, plan.heads),
-    split(arrays.beta_BTH[..., None], plan.heads),
-    split(A_log[:, None], plan.heads),
-    split(dt_bias, plan.heads),
   ]
-  core_blocks = blocks // plan.cores
+  per_token = [
+    split(arrays.v_BTHV, plan.heads),
+    split(arrays.beta_BTH[..., None], plan.heads),
+  ]
+  per_head = [split(A_log[:, None], plan.heads), split(dt_bias, plan.heads)]
+  o = jax.ShapeDtypeStruct(per_token[0].shape, arrays.v_BTHV.dtype)
 
-  def block_spec(x):
-    shape = (core_blocks, *x.shape[-2:])
-    if x.ndim == 3:
-      return pl.BlockSpec(shape, lambda core, n, *_: (core, 0, 0))
+  def window(x, ahead=0):
+    """A request's part of an array, or the part of a request ahead."""
+    shape = (1, tokens, plan.blocks // plan.cores, *x.shape[-2:])
+    last = requests - 1
     return pl.BlockSpec(
-      (1, tokens, *shape), lambda core, n, *_: (n, 0, core, 0, 0)
+      shape, lambda core, n, *_: (jnp.minimum(n + ahead, last), 0, core, 0, 0)
     )
 
-  o = jax.ShapeDtypeStruct(
-    (requests, tokens, blocks, plan.heads, num_values), arrays.v_BTHV.dtype
-  )
-  axes = jax.typeof(states_SHKV).manual_axis_type
+  def whole(x):
+    shape = (plan.blocks // plan.cores, *x.shape[-2:])
+    return pl.BlockSpec(shape, lambda core, n, *_: (core, 0, 0))
+
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  state_shape = (plan.heads, num_keys, num_values)
-  buffer = pltpu.VMEM((plan.buffers, *state_shape), states_SHKV.dtype)
-  carry_shape = state_shape if tokens > 1 else (1, 8, 128)
+  block_shape = (plan.heads, num_keys, num_values)
+  buffers = pltpu.VMEM((plan.buffers, *block_shape), dtype)
+  carry_shape = block_shape if tokens > 1 else (1, 8, _LANES)
+  columns = 3 * (plan.heads + plan.key_heads) + plan.key_heads
   semaphores = pltpu.SemaphoreType.DMA((plan.buffers,))
+  inputs = [*turned, *turned, *per_token, *per_head]
+  axes = jax.typeof(states_SHKV).manual_axis_type
+  cells = requests * tokens * value_heads * num_keys * num_values
   o, states_SHKV = pl.pallas_call(
     functools.partial(_decode_kernel, plan=plan, config=config),
     out_shape=[
@@ -361,12 +353,20 @@ def kda_decode_mosaic_tpu(
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
       grid=(plan.cores, requests),
-      in_specs=[*map(block_spec, inputs), anywhere],
-      out_specs=[block_spec(o), anywhere],
+      in_specs=[
+        *map(window, turned),
+        *(window(x, ahead=1) for x in turned),
+        *map(window, per_token),
+        *map(whole, per_head),
+        anywhere,
+      ],
+      out_specs=[window(o), anywhere],
       scratch_shapes=[
-        buffer,
-        buffer,
+        buffers,
+        buffers,
         pltpu.VMEM(carry_shape, f32),
+        pltpu.VMEM((2, num_keys, pl.cdiv(columns, 8) * 8), f32),
+        pltpu.VMEM((2, plan.key_heads, 1), f32),
         semaphores,
         semaphores,
       ],
@@ -375,6 +375,11 @@ def kda_decode_mosaic_tpu(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
       vmem_limit_bytes=plan.vmem_bytes,
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=9 * cells,
+      bytes_accessed=2 * cells * dtype.itemsize,
+      transcendentals=2 * cells // num_values,
     ),
     name='kda_decode',
   )(read_N, write_NT.reshape(-1), *inputs, states_SHKV)

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.kda import arg_specs, decode, kda, mosaic_tpu_decode
+from pallas_kernels.kda import arg_specs, decode, decode_plan, kda
 
 BOTH = ('reference', 'mosaic_tpu')
 QUICK = {'xla_backend_optimization_level': 0}
@@ -38,7 +38,7 @@ def interpreted(cores=1):
   )
   with (
     pltpu.force_tpu_interpret_mode(params),
-    mock.patch.object(mosaic_tpu_decode, '_device_cores', lambda: cores),
+    mock.patch.object(decode_plan, 'count_cores', lambda: cores),
   ):
     try:
       yield
