@@ -32,7 +32,14 @@ _TOPOLOGY = flags.DEFINE_list(
 )
 _KERNELS = flags.DEFINE_list('kernels', [], 'Kernels to compile; all if empty.')
 _SHAPE = flags.DEFINE_enum(
-  'shape', '8k', sorted(arg_specs.SPECS), 'Named shape to estimate a time for.'
+  'shape',
+  '8k',
+  sorted(
+    name
+    for name, spec in arg_specs.SPECS.items()
+    if (spec.key_dim, spec.value_dim) == (_HEAD_DIM, _HEAD_DIM)
+  ),
+  'Named shape to estimate a time for.',
 )
 _JSON = flags.DEFINE_bool('json', False, 'Print the figures as JSON alone.')
 _UPDATE = flags.DEFINE_bool('update', False, 'Keep the figures in the repo.')

@@ -12,9 +12,6 @@ import dataclasses
 from pallas_kernels.kda import bundle_replay, bundle_text, bundle_walk
 from pallas_kernels.kda.tpu_generations import Generation
 
-# Two turns, so that a kernel which alternates between two kinds of step is
-# measured over both.
-_TURNS = 2
 _LEAST_TURNS = 5
 
 
@@ -77,9 +74,13 @@ def _find_window(bundles: list[bundle_text.Bundle]) -> _Window:
       f'The outermost loop turns {len(starts)} times; a figure needs at least '
       f'{_LEAST_TURNS}, so compile more steps.'
     )
-  first = (len(starts) - _TURNS) // 2
-  begin, start, end = (starts[first + i] for i in (-1, 0, _TURNS))
-  return _Window(trace[begin:end], start - begin, _TURNS, unknown)
+  middle = len(starts) // 2
+  begin, start, end, further = starts[middle - 2 : middle + 2]
+  # A kernel that alternates between two kinds of step is measured over both.
+  turns = 1
+  if trace[start:end] != trace[end:further]:
+    turns, end = 2, further
+  return _Window(trace[begin:end], start - begin, turns, unknown)
 
 
 def _parse_utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:

@@ -251,6 +251,11 @@ class SteadyStateTest(absltest.TestCase):
     self.assertNotIn('VLOAD:FILL', step.unit_cycles)
     self.assertEqual(next(iter(step.stalls)), 'result of sld')
 
+  def test_turns_that_alternate_are_averaged(self):
+    text = LOOP.replace('{ %s1_s1', '{ %s6_s6 = sand.u32 1, %s2_s0  ;;  %s1_s1')
+    step = self.measure(text.replace('%s2_s0, 0', '%s6_s6, 0'))
+    self.assertEqual(step.bundles, len(TURN) + 0.5)
+
   def test_too_few_turns_are_an_error(self):
     with self.assertRaisesRegex(ValueError, 'turns 3 times'):
       self.measure(LOOP.replace('%s3_s0, 6', '%s3_s0, 3'))
