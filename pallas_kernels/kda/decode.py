@@ -157,12 +157,12 @@ def kda_decode(
 
 
 def _check_array(name: str, value: Any, shape: tuple, dtypes: tuple) -> None:
-  value = jax.typeof(value)
-  if value.shape != shape or value.dtype not in dtypes:
+  found = getattr(value, 'shape', None), getattr(value, 'dtype', None)
+  if found[0] != shape or found[1] not in dtypes:
     names = ' or '.join(jnp.dtype(d).name for d in dtypes)
     raise ValueError(
-      f'{name} is {value.dtype.name} {value.shape}; accepted is {names} '
-      f'{shape}.'
+      f'{name} has shape {found[0]} and dtype {found[1]}; accepted is {shape} '
+      f'and {names}.'
     )
 
 
@@ -176,12 +176,7 @@ def _check_pool(arrays, states, read_slots, write_slots, fresh) -> None:
     )
   state_shape = (value_heads, arrays.q_BTHK.shape[-1], num_values)
   slots = states.shape[0] if getattr(states, 'ndim', 0) else 0
-  if slots < 1:
-    raise ValueError(
-      f'states has shape {getattr(states, "shape", None)}; accepted is '
-      f'{("slots", *state_shape)} with at least one slot.'
-    )
-  _check_array('states', states, (slots, *state_shape), checks.FLOATS)
+  _check_array('states', states, (max(slots, 1), *state_shape), checks.FLOATS)
   ids = (jnp.int32,)
   _check_array('read_slots', read_slots, (requests,), ids)
   _check_array('write_slots', write_slots, (requests, tokens), ids)
