@@ -10,7 +10,6 @@ import numpy as np
 
 from pallas_kernels import target
 from pallas_kernels.kda import (
-  arg_specs,
   checks,
   decode_plan,
   gate,
@@ -248,34 +247,3 @@ def _decode_reference(
     )
   o_NTHV = gate.select_valid(valid_NT, jnp.stack(outputs, axis=1))
   return o_NTHV.astype(arrays.v_BTHV.dtype), states_SHKV
-
-
-def schedule_case(cores: int = 1):
-  """A call of the kernel for TPU whose static schedule is worth a look.
-
-  Args:
-    cores: tensor cores of one device of the topology to compile for.
-
-  Returns:
-    A function, its abstract arguments (one token of 16 requests, 32 heads of
-    128 channels), and the tokens times heads that a grid step of one core
-    serves.
-  """
-  spec = arg_specs.ArgSpec(16, 1, 32, 32, 128, 128, 'bfloat16')
-  arrays = arg_specs.abstract_inputs(spec)
-  pool = arrays.pop('h0')
-  ids = (
-    jax.ShapeDtypeStruct((spec.batch,), jnp.int32),
-    jax.ShapeDtypeStruct((spec.batch, 1), jnp.int32),
-  )
-
-  def run(states, read_slots, write_slots, *values):
-    return kda_decode(
-      **dict(zip(arrays, values)),
-      states=states,
-      read_slots=read_slots,
-      write_slots=write_slots,
-      implementation='mosaic_tpu',
-    )
-
-  return run, (pool, *ids, *arrays.values()), spec.value_heads // cores
