@@ -68,10 +68,13 @@ def kda_decode(
   read. A speculative check gives each drafted token a slot of its own and later
   reads from the slot of the last accepted token.
 
-  States are read before any is written. Slots that no id names keep their bits
-  and may hold anything, NaN included. Requests may read the same slot. The pool
-  is updated in place where `states` is donated to the enclosing jit, and copied
-  otherwise.
+  A request may write the slot that it reads, and requests may read the same
+  slot. Slots that no id names keep their bits and may hold anything, NaN
+  included. The pool is updated in place where `states` is donated to the
+  enclosing jit, and copied otherwise. On TPU that also takes a V of 128 or 256,
+  or else a row-major layout of the pool, in and out of that jit, given by
+  `jax.experimental.layout`: by default slots would come last, and the pool be
+  transposed before and after each call. Split heads with `jax.shard_map`.
 
   Caller errors, refused where ids are concrete: an id of `slots` or more, which
   under tracing counts as negative; two writes to one slot; a write to a slot

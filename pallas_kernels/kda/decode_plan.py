@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kda import operands
 
+_LANES = 128
 # Sixteen heads hide most of a block's start-up; with q that makes 96 rows of
 # parts, which a matrix unit of 128 rows still takes at once.
 _MOST_HEADS = 16
@@ -25,23 +26,36 @@ _MOST_IDS = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-  """How one call is cut into copies.
+  """How one call is cut into blocks, which are copied and computed as a whole.
 
   Attributes:
-    heads: value heads a copy; divides those of the call.
+    requests: requests a block; more than one only if a core has so few heads
+      that one block holds all of a request's.
+    heads: value heads of each request in a block; divides those of the call.
     key_heads: q/k heads that they read.
-    blocks: copies of a request, over all cores.
+    blocks: blocks that one request is part of, over all cores.
     cores: tensor cores of a device that share the heads.
     buffers: blocks held in VMEM on their way in, and as many on their way out.
     vmem_bytes: limit to compile under.
   """
 
+  requests: int
   heads: int
   key_heads: int
   blocks: int
   cores: int
   buffers: int
   vmem_bytes: int
+
+  @property
+  def rows(self) -> int:
+    """Value heads a block, of all its requests."""
+    return self.requests * self.heads
+
+  @property
+  def key_rows(self) -> int:
+    """Heads of q and k a block, of all its requests."""
+    return self.requests * self.key_heads
 
 
 def count_cores() -> int:
@@ -61,36 +75,45 @@ def _tile_bytes(rows: int, lanes: int, dtype) -> int:
 def make_plan(
   arrays: operands.Operands, states_SHKV: jax.Array, cores: int
 ) -> DecodePlan:
-  """Chooses heads a copy and the number of buffers.
+  """Chooses what a block holds and the number of buffers.
 
   Args:
     arrays: the arrays of the call.
     states_SHKV: the pool of states.
-    cores: tensor cores of the device.
+    cores: tensor cores of the device; one of them takes all if the heads do
+      not divide.
   """
-  tokens, key_heads, num_keys = arrays.q_BTHK.shape[1:]
+  requests, tokens, key_heads, num_keys = arrays.q_BTHK.shape
   value_heads, num_values = arrays.v_BTHV.shape[2:]
   f32 = jnp.float32
   group = value_heads // key_heads
+  cores = cores if value_heads % cores == 0 else 1
   head_bytes = _tile_bytes(num_keys, num_values, f32)
   most = min(_MOST_HEADS, _MOST_BLOCK_BYTES // head_bytes)
   heads = max(
     n
     for n in range(1, most + 1)
-    if value_heads % n == 0 and (n % group == 0 or group % n == 0)
+    if value_heads % (n * cores) == 0 and (n % group == 0 or group % n == 0)
   )
   blocks = value_heads // heads
-  cores = cores if blocks % cores == 0 else 1
-  block_bytes = heads * _tile_bytes(num_keys, num_values, states_SHKV.dtype)
+  shared = 1
+  if blocks == cores:
+    # Two blocks at least, so that copies overlap with arithmetic; then as few
+    # as before, filled evenly.
+    shared = min(most // heads, max(requests // 2, 1))
+    shared = pl.cdiv(requests, pl.cdiv(requests, shared))
+  rows = shared * heads
+  block_bytes = rows * _tile_bytes(num_keys, num_values, states_SHKV.dtype)
   buffers = min(max(_BYTES_IN_FLIGHT // block_bytes, 2), _MOST_BUFFERS)
-  # q, k and g of this request and of the next, v and the output, beta.
+  # q, k and g of this block and of the next, v and the output, beta.
   operand_bytes = tokens * (
-    6 * _tile_bytes(heads, num_keys, f32)
-    + 2 * _tile_bytes(heads, num_values, f32)
-    + _tile_bytes(heads, 1, f32)
+    6 * _tile_bytes(rows, num_keys, f32)
+    + 2 * _tile_bytes(rows, num_values, f32)
+    + _tile_bytes(rows, 1, f32)
   )
   gate_bytes = _tile_bytes(heads, num_keys, f32) + _tile_bytes(heads, 1, f32)
   return DecodePlan(
+    requests=shared,
     heads=heads,
     key_heads=max(heads // group, 1),
     blocks=blocks,
@@ -98,9 +121,9 @@ def make_plan(
     buffers=buffers,
     vmem_bytes=(
       2 * buffers * block_bytes
-      + heads * head_bytes
+      + rows * head_bytes
       + 2 * blocks // cores * (operand_bytes + gate_bytes)
-      + 2 * _tile_bytes(num_keys, 128, f32)
+      + 2 * _tile_bytes(num_keys, _LANES, f32)
       + _SPILL_BYTES
     ),
   )
