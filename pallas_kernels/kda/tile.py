@@ -8,6 +8,10 @@ section 2.1.1.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
 
 # ln of the largest float32 is 88.72.
 EXPONENT_LIMIT = 88.0
@@ -88,3 +92,31 @@ def choose_tiles(platform: str, key_dim: int, value_dim: int) -> TileConfig:
     return TileConfig()
   row_bytes = 4 * (key_dim + value_dim) * _ARRAYS_AT_ONCE
   return TileConfig(max_block=_BLOCK_BYTES // (TileConfig.chunk * row_bytes))
+
+
+# Registers that do not fit and the compiler's own buffers.
+_SPILL_BYTES = 12 * 2**20
+
+
+def padded_bytes(shape: tuple[int, ...], dtype) -> int:
+  """Bytes of an array in VMEM, whose last two axes are held in whole tiles.
+
+  A tile is 8 rows of 128 words; narrower dtypes put more rows into a word.
+  """
+  size = jnp.dtype(dtype).itemsize
+  *outer, rows, lanes = (1, 1, *shape)
+  tile_rows = 8 * max(4 // size, 1)
+  rows, lanes = -(-rows // tile_rows) * tile_rows, -(-lanes // 128) * 128
+  return math.prod(outer) * rows * lanes * size
+
+
+def vmem_bytes(windows: Iterable, scratch: Iterable) -> int:
+  """VMEM that a kernel takes, in bytes.
+
+  Args:
+    windows: shape and dtype of each block that is copied in or out; there are
+      two of each, one of which is being copied.
+    scratch: shape and dtype of each scratch.
+  """
+  copied = sum(2 * padded_bytes(*x) for x in windows)
+  return copied + sum(padded_bytes(*x) for x in scratch) + _SPILL_BYTES

@@ -1,0 +1,600 @@
+"""Stages of the chunked form inside KDA's forward kernel for TPU.
+
+A chunk passes through the stages in three grid steps: `prepare` in the first,
+`score` and `substitute` in the second, `merge` and `advance` in the third. Each
+stage is a generator over one head (`merge` over a pair), to be interleaved.
+
+Heads of odd index are mirrored: their tiles are in reversed order along rows
+and columns, which makes their triangles upper block triangles. A pair of heads
+then fills one matrix: what is zero in one head holds blocks of the other, and
+one product of full width merges both.
+
+Kimi Linear (arXiv 2510.26692) section 3 for the chunk form and the Kimi K3
+report (arXiv 2607.24653) section 2.1.1 for the tiles of a bounded gate. Decay
+is held as positive bits, -log2 of what it multiplies by.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda import gate, tile_scores
+
+TILE = 16
+LANES = 128
+# Rows of a block of tokens' numbers.
+DOCUMENT, REAL, MIRRORED, ENTRY = range(4)
+# Rows of the scratch of factors: from the chunk's entry to each tile, from each
+# tile to the next, from the last tile to the exit, and from entry to exit.
+ENTRIES, STEPS, EXIT, TOTAL = slice(0, 8), slice(8, 16), 16, slice(24, 32)
+FACTOR_ROWS = 32
+
+_LOG2_E = math.log2(math.e)
+_REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
+_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+_ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
+
+
+class Head(NamedTuple):
+  """Where a head's data lies.
+
+  Attributes:
+    index: of the value head within the block.
+    qk: its channels of the blocks of q and k.
+    g: its channels of the block of g.
+    v: its channels of the blocks of v and o.
+  """
+
+  index: int
+  qk: slice
+  g: slice
+  v: slice
+
+  @property
+  def mirrored(self) -> bool:
+    """Whether tiles are in reversed order."""
+    return self.index % 2 == 1
+
+  def place(self, tile: int, tiles: int) -> slice:
+    """Rows or columns at which a tile of the chunk is kept."""
+    return rows_of(tiles - 1 - tile if self.mirrored else tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """References to the blocks of a grid step; None for what a call lacks.
+
+  Attributes:
+    q: [1, C, heads * K].
+    k: [1, C, heads * K].
+    v: [1, C, heads * V].
+    g: [1, C, heads * K].
+    beta: float32 [1, 1, 1, heads, C].
+    rate: float32 [1, heads * K], -log2(e) times the gate's multiplier.
+    shift: float32 [1, heads * K], what the scaled logits are moved by.
+    sums: [C + 16, C], sums decay within tiles, to and between their rows 0.
+    tokens: int32 [1, 1, 8, C], numbers of the tokens that are prepared.
+    scored_tokens: int32 [1, 1, 8, C], numbers of the tokens that are scored.
+    h0: float32 [1, heads, K, V].
+    o: [1, C, heads * V].
+    final: float32 [1, heads, K, V].
+    states: [1, 1, heads, K, V].
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  g: Any
+  beta: Any
+  rate: Any
+  shift: Any
+  sums: Any
+  tokens: Any
+  scored_tokens: Any
+  h0: Any
+  o: Any
+  final: Any
+  states: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """Scratch of one chunk on its way; buffers are reused every 2 or 3 chunks.
+
+  Each method gives a head's part. P are scores of queries against keys, L those
+  of keys times beta, K^ keys decayed to the exit.
+
+  Attributes:
+    refs: references by name, all but 'state' with a leading axis of buffers.
+    two: which of two buffers the chunk uses.
+    three: which of three.
+  """
+
+  refs: dict[str, Any]
+  two: Any
+  three: Any
+
+  def rows(self, head: Head):
+    """[2 C, K], for each tile its decayed queries over its decayed keys."""
+    return self.refs['rows'].at[self.two, head.index]
+
+  def columns(self, head: Head):
+    """float32 [C, K], keys grown from the chunk's tiles' rows 0."""
+    return self.refs['columns'].at[self.two, head.index]
+
+  def factors(self, head: Head):
+    """float32 [32, K], decay from tile to tile."""
+    return self.refs['factors'].at[self.two, head.index]
+
+  def readers(self, head: Head):
+    """[2 C, K], keys (in the head's order) and queries decayed from entry."""
+    return self.refs['readers'].at[self.three, head.index]
+
+  def values(self, head: Head):
+    """[C, V], the values."""
+    return self.refs['values'].at[self.three, head.index]
+
+  def strengths(self):
+    """float32 [C, heads], write strengths."""
+    return self.refs['strengths'].at[self.three]
+
+  def stack(self, head: Head):
+    """[.., C], all that new values are multiplied with; see `StackRows`."""
+    return self.refs['stack'].at[self.two, head.index]
+
+  def diagonal(self, head: Head):
+    """float32 [16, C], the diagonal tiles of L side by side."""
+    return self.refs['diagonal'].at[self.two, head.index]
+
+  def below(self, pair: int, level: int):
+    """[C, C], blocks of -L that a level of merges joins, of both heads."""
+    return self.refs[f'below{level}'].at[self.two, pair]
+
+  def inverse(self, index: int):
+    """[C, C], (I + L)^-1 in the head's order."""
+    return self.refs['inverse'].at[self.two, index]
+
+  def decay(self, head: Head):
+    """float32 [K, 128], the decay of the whole chunk along rows."""
+    return self.refs['decay'].at[self.two, head.index]
+
+  def state(self, head: Head):
+    """float32 [K, V]."""
+    return self.refs['state'].at[head.index]
+
+
+class StackRows(NamedTuple):
+  """Rows of the stack of left operands; parts that a tier lacks are empty.
+
+  Attributes:
+    lower_rest: what rounding took from L, in the head's order.
+    lower: L, in the head's order.
+    scores_rest: what rounding took from P.
+    scores: P.
+    writes: K^ transposed.
+    writes_rest: what rounding took from K^ transposed.
+  """
+
+  lower_rest: slice
+  lower: slice
+  scores_rest: slice
+  scores: slice
+  writes: slice
+  writes_rest: slice
+
+
+def stack_rows(settings, num_keys: int) -> StackRows:
+  """Lays out the stack for a tier."""
+  lower = settings.chunk if settings.refines else 0
+  rest = settings.chunk if settings.splits else 0
+  writes_rest = num_keys if settings.refines else 0
+  sizes = (lower, lower, rest, settings.chunk, num_keys, writes_rest)
+  ends = np.cumsum(sizes)
+  return StackRows(*(slice(int(e - s), int(e)) for s, e in zip(sizes, ends)))
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, dims=_ROWS_BY_COLUMNS) -> jax.Array:
+  """float32 product; float32 operands are not rounded."""
+  exact = lhs.dtype == jnp.float32
+  return lax.dot_general(
+    lhs,
+    rhs,
+    dims,
+    preferred_element_type=jnp.float32,
+    precision=lax.Precision.HIGHEST if exact else None,
+  )
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """x rounded to bfloat16, and the rest of it."""
+  rounded = x.astype(jnp.bfloat16)
+  return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def rows_of(tile: int) -> slice:
+  """Rows of a tile."""
+  return slice(tile * TILE, (tile + 1) * TILE)
+
+
+def sums_matrix(chunk: int) -> np.ndarray:
+  """[C + 16, C] of 0 and 1 that sums decay.
+
+  Rows 0 to C: from row 0 of the token's tile to the token, where row 0 is 0, so
+  that no small sum is a difference of large ones. Then 8 rows from the chunk's
+  entry to row 0 of each tile, and 8 rows from the row 0 before.
+  """
+  row = np.arange(chunk)
+  same_tile = row[:, None] // TILE == row[None] // TILE
+  inner = same_tile & (row[None] % TILE > 0) & (row[None] <= row[:, None])
+  entry, step = np.zeros((2, 8, chunk))
+  for i in range(chunk // TILE):
+    entry[i, : i * TILE + 1] = 1
+    if i:
+      step[i, (i - 1) * TILE + 1 : i * TILE + 1] = 1
+  return np.concatenate([inner, entry, step]).astype(np.float32)
+
+
+def _numbers(columns_ref, rows: slice, row: int, width: int) -> jax.Array:
+  """One of the tokens' numbers, along rows [.., width]."""
+  column = columns_ref[rows, row : row + 1]
+  return jnp.broadcast_to(column, (column.shape[0], width))
+
+
+def _reciprocal(x: jax.Array, settings) -> jax.Array:
+  if settings.exact:
+    return 1.0 / x
+  if settings.narrow:
+    return jnp.exp2(-jnp.log2(x))
+  return pltpu.reciprocal(x, approx=True)
+
+
+def _inverse_root(x: jax.Array, settings) -> jax.Array:
+  if settings.narrow and not settings.exact:
+    return jnp.exp2(-0.5 * jnp.log2(x))
+  return lax.rsqrt(x)
+
+
+def _decay_bits(rows, head: Head, windows: Windows, settings) -> jax.Array:
+  """Decay of a tile, float32 [16, K]."""
+  logits = windows.g[0, rows, head.g].astype(jnp.float32)
+  if not settings.kda.gate_in_kernel:
+    return logits * -_LOG2_E
+  # 1 / (exp(-x) / c + 1 / c) = c * sigmoid(x); the shift holds 1 / c.
+  grown = jnp.exp2(logits * windows.rate[:, head.g] + windows.shift[:, head.g])
+  bits = -settings.kda.lower_bound * _LOG2_E
+  return _reciprocal(grown + 1 / bits, settings)
+
+
+def prepare(head: Head, windows: Windows, slots: Slots, settings):
+  """Normalises q and k, sums the decay and scales every view of both."""
+  f32, operand = jnp.float32, settings.operand
+  chunk, tiles = settings.chunk, settings.chunk // TILE
+  num_keys = head.g.stop - head.g.start
+  numbers_ref = slots.refs.get('numbers')
+  rows_ref, readers_ref = slots.rows(head), slots.readers(head)
+  columns_ref, factors_ref = slots.columns(head), slots.factors(head)
+
+  def real(rows, x):
+    """Zeroes padding by a select, as it may hold NaN."""
+    if not settings.packed:
+      return x
+    mask = _numbers(numbers_ref.at[0], rows, REAL, x.shape[-1]) != 0
+    return jnp.where(mask, x, 0.0)
+
+  def of_entry(rows, x):
+    """Zeroes what belongs to another document than the entry state."""
+    if not settings.packed:
+      return x
+    document, entry = (
+      _numbers(numbers_ref.at[0], rows, row, num_keys)
+      for row in (DOCUMENT, ENTRY)
+    )
+    return jnp.where(document == entry, x, 0.0)
+
+  def load(ref, rows):
+    return real(rows, ref[0, rows, head.qk].astype(f32))
+
+  terms = []
+  for i in range(tiles):
+    rows = rows_of(i)
+    bits = real(rows, _decay_bits(rows, head, windows, settings))
+    terms.append((bits,) if settings.exact else split(bits))
+    v = windows.v[0, rows, head.v]
+    if settings.packed:
+      v = real(rows, v.astype(f32))
+    slots.values(head)[rows] = v.astype(operand)
+    yield
+  sums = sum(
+    dot(windows.sums[...], jnp.concatenate(part, 0)) for part in zip(*terms)
+  )
+  squares = []
+  for i in range(tiles):
+    if settings.kda.qk_l2norm:
+      q, k = load(windows.q, rows_of(i)), load(windows.k, rows_of(i))
+      squares.append(
+        tuple(
+          jnp.sum(x * x, -1, keepdims=True) + gate.L2_EPSILON for x in (q, k)
+        )
+      )
+    if i % 2:
+      yield
+  inner, last = sums[:chunk], sums[chunk - 1 : chunk]
+  row = lax.broadcasted_iota(jnp.int32, (16, num_keys), 0)
+  factors_ref[: STEPS.stop] = jnp.exp2(
+    jnp.where(row < ENTRIES.stop, -_REBALANCE_BITS, 0.0) - sums[chunk:]
+  )
+  factors_ref[EXIT : EXIT + 1] = jnp.exp2(_REBALANCE_BITS - last)
+  total = jnp.exp2(-last - sums[chunk + tiles - 1 : chunk + tiles])
+  # A state does not outlive its document.
+  total = of_entry(slice(chunk - 1, chunk), total)
+  factors_ref[TOTAL] = jnp.broadcast_to(total, (8, num_keys))
+  for i in range(tiles):
+    rows = rows_of(i)
+    q, k = load(windows.q, rows), load(windows.k, rows)
+    scale = settings.kda.scale
+    if settings.kda.qk_l2norm:
+      scale_q, scale_k = (_inverse_root(x, settings) for x in squares[i])
+      q, k = q * (scale_q * scale), k * scale_k
+    else:
+      q = q * scale
+    grow = jnp.exp2(_REBALANCE_BITS - inner[rows])
+    q_rows, k_rows = q * grow, k * grow
+    columns_ref[rows] = k * jnp.exp2(inner[rows] - _REBALANCE_BITS)
+    rows_ref[rows_of(2 * i)] = q_rows.astype(operand)
+    rows_ref[rows_of(2 * i + 1)] = k_rows.astype(operand)
+    entry = factors_ref[i : i + 1]
+    k_reader = of_entry(rows, k_rows * entry).astype(operand)
+    readers_ref[head.place(i, tiles)] = k_reader
+    q_reader = of_entry(rows, q_rows * entry).astype(operand)
+    readers_ref[rows_of(tiles + i)] = q_reader
+    yield
+
+
+def score(head: Head, windows: Windows, slots: Slots, settings):
+  """Scores of a chunk, tile by tile against all columns up to its own."""
+  chunk, operand = settings.chunk, settings.operand
+  tiles = chunk // TILE
+  mirrored = head.mirrored
+  rows_ref, columns_ref = slots.rows(head), slots.columns(head)
+  factors_ref, stack_ref = slots.factors(head), slots.stack(head)
+  num_keys = columns_ref.shape[-1]
+  stack = stack_rows(settings, num_keys)
+  numbers_ref = slots.refs.get('numbers')
+  slots.decay(head)[...] = jnp.broadcast_to(
+    jnp.transpose(factors_ref[TOTAL])[:, 0:1], (num_keys, LANES)
+  )
+  yield
+  prefix = None
+  for i in range(tiles):
+    rows, place = rows_of(i), head.place(i, tiles)
+    prefix = _extend(prefix, columns_ref[rows], factors_ref, i, mirrored)
+    strip = dot(
+      rows_ref[rows.start * 2 : rows.stop * 2],
+      prefix.astype(operand),
+      _ROWS_BY_ROWS,
+    )
+    yield
+    width = rows.stop
+    used = slice(chunk - width, chunk) if mirrored else slice(0, width)
+    if mirrored:
+      strip = _move_right(strip, chunk)
+    row = lax.broadcasted_iota(jnp.int32, (TILE, strip.shape[1]), 0)
+    lane = lax.broadcasted_iota(jnp.int32, row.shape, 1) - place.start
+    earlier, own = lane < row, lane <= row
+    if mirrored:
+      earlier, own = earlier | (lane >= TILE), own | (lane >= TILE)
+      # Lanes left of the tile's own are of later tiles, and not kept.
+    if settings.packed:
+      line = MIRRORED if mirrored else DOCUMENT
+      others = windows.scored_tokens[0, 0, line : line + 1, : row.shape[1]]
+      here = _numbers(numbers_ref.at[1], rows, DOCUMENT, row.shape[1])
+      same = here == others
+      earlier, own = earlier & same, own & same
+    scores = jnp.where(own, strip[:TILE], 0.0)
+    strength = slots.strengths()[rows, head.index : head.index + 1]
+    lower = jnp.where(earlier, strip[TILE:], 0.0)
+    lower = lower * jnp.broadcast_to(strength, lower.shape)
+    _keep(stack_ref, stack.scores, stack.scores_rest, rows, scores, used)
+    _keep(stack_ref, stack.lower, stack.lower_rest, place, lower, used)
+    slots.diagonal(head)[:, place] = lower[:, place]
+    _keep_below(head, slots, (-lower).astype(operand), place.start)
+    yield
+  writes = prefix * factors_ref[EXIT : EXIT + 1]
+  if settings.packed:
+    order = range(tiles)[::-1] if mirrored else range(tiles)
+    documents = [
+      _numbers(numbers_ref.at[1], rows_of(i), DOCUMENT, num_keys) for i in order
+    ]
+    end = slice(chunk - 1, chunk)
+    last = _numbers(numbers_ref.at[1], end, DOCUMENT, num_keys)
+    writes = jnp.where(jnp.concatenate(documents, 0) == last, writes, 0.0)
+  if settings.refines:
+    writes, rest = split(writes)
+    stack_ref[stack.writes_rest] = jnp.transpose(rest)
+  stack_ref[stack.writes] = jnp.transpose(writes.astype(operand))
+  yield
+
+
+def _extend(prefix, columns, factors_ref, i: int, mirrored: bool):
+  """Moves the columns so far to a tile's row 0 and adds the tile's own."""
+  if prefix is None:
+    return columns
+  moved = prefix * factors_ref[STEPS.start + i : STEPS.start + i + 1]
+  parts = [columns, moved] if mirrored else [moved, columns]
+  return jnp.concatenate(parts, 0)
+
+
+def _move_right(strip: jax.Array, width: int) -> jax.Array:
+  """Pads a strip on the left."""
+  rows, used = strip.shape
+  if used == width:
+    return strip
+  zeros = jnp.zeros((rows, width - used), strip.dtype)
+  if width % LANES:
+    return jnp.concatenate([zeros, strip], 1)
+  # Rotating whole registers is cheaper than joining parts of them.
+  return pltpu.roll(jnp.concatenate([strip, zeros], 1), width - used, 1)
+
+
+def _keep(stack_ref, whole: slice, rest: slice, rows: slice, x, used: slice):
+  """Stores the used lanes of x at rows of the parts that the stack has."""
+  x = x[:, used] if x.shape[1] != used.stop - used.start else x
+  if whole.start == whole.stop:
+    return
+  if rest.start == rest.stop:
+    x = x.astype(stack_ref.dtype)
+  else:
+    x, low = split(x)
+    stack_ref[rest.start + rows.start : rest.start + rows.stop, used] = low
+  stack_ref[whole.start + rows.start : whole.start + rows.stop, used] = x
+
+
+def _keep_below(head: Head, slots: Slots, negative: jax.Array, start: int):
+  """Stores the blocks that the rows give to the merges."""
+  level, size = 0, TILE
+  chunk = slots.refs['inverse'].shape[-1]
+  while size < chunk:
+    block = start // size
+    # A later block of a pair: at odd places, or at even ones if mirrored.
+    if block % 2 != head.mirrored:
+      column = (block + (1 if head.mirrored else -1)) * size
+      row = block // 2 * size + start % size + head.mirrored * (chunk // 2)
+      ref = slots.below(head.index // 2, level)
+      part = negative[:, column : column + size]
+      ref[row : row + TILE, column : column + size] = part
+    level, size = level + 1, size * 2
+
+
+def substitute(head: Head, slots: Slots, settings):
+  """Inverts all diagonal tiles of I + L at once, by forward substitution."""
+  chunk, tiles = settings.chunk, settings.chunk // TILE
+  inverse_ref = slots.inverse(head.index)
+  shape = (8, chunk)
+  lane, row = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (1, 0))
+  first = lane & -TILE
+  lane = lane & (TILE - 1)
+  top = jnp.where(lane == row, 1.0, 0.0)
+  bottom = jnp.where(lane == row + 8, 1.0, 0.0)
+  diagonal = slots.diagonal(head)[...]
+
+  def spread(x, column):
+    """A column of each tile along the tile's lanes."""
+    return jnp.take_along_axis(
+      x, first + column, axis=1, mode='promise_in_bounds'
+    )
+
+  for j in range(TILE - 1):
+    done = top[j : j + 1] if j < 8 else bottom[j - 8 : j - 7]
+    if j < 7:
+      top = top - spread(diagonal[:8], j) * done
+    bottom = bottom - spread(diagonal[8:], j) * done
+    yield
+  inverses = jnp.concatenate([top, bottom], 0).astype(settings.operand)
+  for i in range(tiles):
+    inverse_ref[rows_of(i), rows_of(i)] = inverses[:, rows_of(i)]
+  # Products of the first merges run over whole rows, so blocks that later
+  # merges fill must not hold those of an earlier chunk.
+  size = 2 * TILE
+  while size < chunk:
+    for start in range(0, chunk, 2 * size):
+      pair = slice(start, start + size), slice(start + size, start + 2 * size)
+      target, source = pair if head.mirrored else pair[::-1]
+      inverse_ref[target, source] = jnp.zeros((size, size), settings.operand)
+    size *= 2
+  yield
+
+
+def merge(pair: int, slots: Slots, settings):
+  """Joins the inverted blocks of a pair of heads up to the whole chunk.
+
+  [[A, 0], [N, D]]^-1 = [[A^-1, 0], [-D^-1 N A^-1, D^-1]] at every level. A head
+  without a partner merges with blocks that stay zero.
+  """
+  chunk, operand = settings.chunk, settings.operand
+  plain, mirrored = slots.inverse(2 * pair), slots.inverse(2 * pair + 1)
+  half = chunk // 2
+  level, size = 0, TILE
+  while size < chunk:
+    count = chunk // size // 2
+    even = [slice(2 * j * size, (2 * j + 1) * size) for j in range(count)]
+    odd = [slice((2 * j + 1) * size, (2 * j + 2) * size) for j in range(count)]
+    firsts = [
+      x for j in range(count) for x in (plain[even[j]], mirrored[odd[j]])
+    ]
+    corners = dot(slots.below(pair, level)[...], jnp.concatenate(firsts, 0))
+    corners = corners.astype(operand)
+    yield
+    # Each head's corners go where the other head's second blocks have zeros.
+    crossed = []
+    for j in range(count):
+      part = slice(j * size, (j + 1) * size)
+      crossed += [corners[half:][part], corners[:half][part]]
+    seconds = [plain[x] for x in odd] + [mirrored[x] for x in even]
+    joined = dot(jnp.concatenate(seconds, 0), jnp.concatenate(crossed, 0))
+    joined = joined.astype(operand)
+    yield
+    for j in range(count):
+      part = slice(j * size, (j + 1) * size)
+      plain[odd[j], even[j]] = joined[:half][part, even[j]]
+      mirrored[even[j], odd[j]] = joined[half:][part, odd[j]]
+    level, size = level + 1, size * 2
+
+
+def advance(head: Head, windows: Windows, slots: Slots, settings):
+  """Solves for the new values, writes outputs and carries the state on."""
+  f32, operand = jnp.float32, settings.operand
+  chunk, tiles = settings.chunk, settings.chunk // TILE
+  state_ref, values_ref = slots.state(head), slots.values(head)
+  readers_ref, stack_ref = slots.readers(head), slots.stack(head)
+  inverse_ref = slots.inverse(head.index)
+  num_keys, num_values = state_ref.shape
+  stack = stack_rows(settings, num_keys)
+  state = state_ref[...].astype(operand)
+  if windows.states is not None:
+    windows.states[0, 0, head.index] = state
+  read = dot(readers_ref[...], state)
+  yield
+  yield
+  errors = []
+  for i in range(tiles):
+    rows = rows_of(i)
+    strength = slots.strengths()[rows, head.index : head.index + 1]
+    error = values_ref[rows].astype(f32) - read[head.place(i, tiles)]
+    error = strength * error
+    errors.append(error if settings.refines else error.astype(operand))
+    if i % 4 == 3:
+      yield
+  errors = jnp.concatenate(errors[::-1] if head.mirrored else errors, 0)
+  new = dot(inverse_ref[...], errors.astype(operand))
+  yield
+  yield
+  new, rest = split(new) if settings.splits else (new.astype(operand), None)
+  yield
+  whole = dot(stack_ref[...], new)
+  if settings.refines:
+    yield
+    missing = errors - new.astype(f32) - whole[stack.lower]
+    missing = missing - whole[stack.lower_rest]
+    rest = dot(inverse_ref[...], missing.astype(operand)).astype(operand)
+    yield
+  o, written = whole[stack.scores], whole[stack.writes]
+  if settings.splits:
+    part = dot(stack_ref[stack.scores.start : stack.writes.stop], rest)
+    yield
+    o = o + (whole[stack.scores_rest] + part[:chunk])
+    written = written + part[chunk:]
+  yield
+  o = o + read[chunk:]
+  windows.o[0, :, head.v] = o.astype(windows.o.dtype)
+  yield
+  if settings.refines:
+    written = written + whole[stack.writes_rest]
+  decay = jnp.concatenate([slots.decay(head)[...]] * (num_values // LANES), 1)
+  state_ref[...] = state_ref[...] * decay + written
+  yield
