@@ -135,13 +135,12 @@ def _decode_kernel(
     for r in range(plan.requests):
       active |= slot_of(r) != INACTIVE
 
-      @pl.when(slot_of(r) == FRESH)
-      def _(r=r):
-        def clear(h, _):
-          h = r * plan.heads + h
-          in_ref[buffer, h] = jnp.zeros(in_ref.shape[2:], in_ref.dtype)
+      def clear(h, _, r=r):
+        h = r * plan.heads + h
+        in_ref[buffer, h] = jnp.zeros(in_ref.shape[2:], in_ref.dtype)
 
-        jax.lax.fori_loop(0, plan.heads, clear, None)
+      cleared = jnp.where(slot_of(r) == FRESH, plan.heads, 0)
+      jax.lax.fori_loop(0, cleared, clear, None)
 
     def run_token(t, source_ref):
       j = i * tokens + t
@@ -266,7 +265,9 @@ def kda_decode_mosaic_tpu(
     shape = (plan.blocks // plan.cores, *x.shape[-2:])
     return pl.BlockSpec(shape, lambda core, n, *_: (core, 0, 0))
 
-  anywhere = pl.BlockSpec(memory_space=pl.ANY)
+  # XLA would move a small pool to VMEM and back as a whole.
+  states_SHKV = pltpu.with_memory_space_constraint(states_SHKV, pltpu.HBM)
+  pool = pl.BlockSpec(memory_space=pltpu.HBM)
   block_shape = (plan.rows, num_keys, num_values)
   buffers = pltpu.VMEM((plan.buffers, *block_shape), dtype)
   carry_shape = block_shape if tokens > 1 else (1, 8, 128)
@@ -289,9 +290,9 @@ def kda_decode_mosaic_tpu(
         *(window(x, ahead=1) for x in turned),
         *map(window, per_token),
         *map(whole, per_head),
-        anywhere,
+        pool,
       ],
-      out_specs=[window(o), anywhere],
+      out_specs=[window(o), pool],
       scratch_shapes=[
         buffers,
         buffers,
