@@ -24,6 +24,7 @@ from pallas_kernels.kda import (
   varying,
 )
 from pallas_kernels.kda import mosaic_tpu_stages as stages
+from pallas_kernels.kda import mosaic_tpu_views as views
 
 FAST, DEFAULT, HIGH, HIGHEST = range(4)
 
@@ -96,23 +97,23 @@ class TpuConfig:
 def scratch_shapes(
   settings: TpuConfig, num_keys: int, num_values: int
 ) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-  """Shape and dtype of each scratch of `stages.Slots`, buffers first."""
+  """Shape and dtype of each scratch of `views.Slots`, buffers first."""
   f32, operand = jnp.float32, settings.operand
   chunk, heads = settings.chunk, settings.heads
   pairs = -(-heads // 2)
-  stacked = stages.stack_rows(settings, num_keys)[-1].stop
-  levels = int(math.log2(chunk // stages.TILE))
+  stacked = views.stack_rows(settings, num_keys)[-1].stop
+  levels = int(math.log2(chunk // views.TILE))
   shapes = {
     'rows': ((2, heads, 2 * chunk, num_keys), operand),
     'columns': ((2, heads, chunk, num_keys), f32),
-    'factors': ((2, heads, stages.FACTOR_ROWS, num_keys), f32),
+    'factors': ((2, heads, views.FACTOR_ROWS, num_keys), f32),
     'readers': ((3, heads, 2 * chunk, num_keys), operand),
     'values': ((3, heads, chunk, num_values), operand),
     'strengths': ((3, chunk, heads), f32),
     'stack': ((2, heads, stacked, chunk), operand),
-    'diagonal': ((2, heads, stages.TILE, chunk), f32),
+    'diagonal': ((2, heads, views.TILE, chunk), f32),
     'inverse': ((2, 2 * pairs, chunk, chunk), operand),
-    'decay': ((2, heads, num_keys, stages.LANES), f32),
+    'decay': ((2, heads, num_keys, views.LANES), f32),
     'state': ((heads, num_keys, num_values), f32),
   }
   for level in range(levels):
@@ -140,21 +141,23 @@ def _clear(refs) -> None:
     lax.fori_loop(0, ref.shape[0] * ref.shape[1], fill, None)
 
 
-def _read_tokens(windows, refs, slots, settings: TpuConfig) -> None:
-  """Turns what there is one of for each token from lanes to rows."""
-  beta = windows.beta[0, 0, 0]
+def _turn_numbers(windows, refs) -> None:
+  """Turns the numbers of tokens from lanes to rows."""
+  refs['numbers'][0] = jnp.transpose(windows.tokens[0, 0])
+  refs['numbers'][1] = jnp.transpose(windows.scored_tokens[0, 0])
+
+
+def _turn_strengths(windows, slots, settings: TpuConfig):
+  """Write strengths of all heads, turned from lanes to rows."""
+  beta = gate.write_strength(windows.beta[0, 0, 0], settings.kda)
   if settings.packed:
-    beta = jnp.where(
-      windows.tokens[0, 0, stages.REAL : stages.REAL + 1] != 0, beta, 0.0
-    )
-    refs['numbers'][0] = jnp.transpose(windows.tokens[0, 0])
-    refs['numbers'][1] = jnp.transpose(windows.scored_tokens[0, 0])
-  beta = gate.write_strength(beta, settings.kda)
-  if settings.packed:
-    beta = jnp.where(
-      windows.tokens[0, 0, stages.REAL : stages.REAL + 1] != 0, beta, 0.0
-    )
-  slots.strengths()[...] = jnp.transpose(beta)
+    real = windows.tokens[0, 0, views.REAL : views.REAL + 1] != 0
+    beta = jnp.where(real, beta, 0.0)
+  beta = jnp.transpose(beta)
+  # Stored late: a store waits for the turn, and later loads for the store.
+  for _ in range(settings.chunk // views.TILE):
+    yield
+  slots.strengths()[...] = beta
 
 
 def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
@@ -163,8 +166,8 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   refs = dict(zip(scratch_names, refs[len(names) :]))
   first_ref = blocks.pop('first', None)
   sequence_ref = blocks.pop('sequence', None)
-  absent = {f.name for f in dataclasses.fields(stages.Windows)} - set(blocks)
-  windows = stages.Windows(**blocks, **dict.fromkeys(absent))
+  absent = {f.name for f in dataclasses.fields(views.Windows)} - set(blocks)
+  windows = views.Windows(**blocks, **dict.fromkeys(absent))
   t, chunks = pl.program_id(2), pl.num_programs(2) - 2
   advanced = t - 2
   state_ref = refs['state']
@@ -188,7 +191,7 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
 
   def slots_of(age):
     # The chunk that is `age` chunks behind the one prepared now.
-    return stages.Slots(refs, lax.rem(t + 6 - age, 2), lax.rem(t + 6 - age, 3))
+    return views.Slots(refs, lax.rem(t + 6 - age, 2), lax.rem(t + 6 - age, 3))
 
   made, scored, done = (slots_of(age) for age in range(3))
   num_keys, num_values = state_ref.shape[1:]
@@ -196,17 +199,18 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   for h in range(settings.heads):
     key_head = h // groups
     heads.append(
-      stages.Head(
+      views.Head(
         h,
         slice(key_head * num_keys, (key_head + 1) * num_keys),
         slice(h * num_keys, (h + 1) * num_keys),
         slice(h * num_values, (h + 1) * num_values),
       )
     )
-  _read_tokens(windows, refs, made, settings)
+  if settings.packed:
+    _turn_numbers(windows, refs)
 
   take_turns, weave = kernel_weave.take_turns, settings.weave
-  pairs, tiles = -(-len(heads) // 2), settings.chunk // stages.TILE
+  pairs, tiles = -(-len(heads) // 2), settings.chunk // views.TILE
 
   def in_groups(size):
     return [heads[i : i + size] for i in range(0, len(heads), size)]
@@ -225,15 +229,16 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
     yield from take_turns(stages.substitute(h, scored, settings) for h in heads)
 
   def preparing():
+    turn = [_turn_strengths(windows, made, settings)]
     for group in in_groups(weave.prepare_heads):
-      yield from take_turns(
-        stages.prepare(h, windows, made, settings) for h in group
-      )
+      group = [stages.prepare(h, windows, made, settings) for h in group]
+      yield from take_turns(turn + group)
+      turn = []
 
   levels = int(math.log2(tiles))
   steps = (
     pairs * 2 * levels + len(heads) * 12,
-    len(heads) * (2 * tiles + 2 + stages.TILE),
+    len(heads) * (2 * tiles + 2 + views.TILE),
     len(heads) * (2 * tiles + tiles // 2),
   )
   generators = (advancing(), scoring(), preparing())
@@ -260,12 +265,12 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
 
 def mirrored_tokens(tokens_BN8C: jax.Array, entry_BN: jax.Array) -> jax.Array:
   """Adds the rows MIRRORED and ENTRY to DOCUMENT and REAL."""
-  document = tokens_BN8C[:, :, stages.DOCUMENT]
-  tiled = document.reshape(*document.shape[:2], -1, stages.TILE)
+  document = tokens_BN8C[:, :, views.DOCUMENT]
+  tiled = document.reshape(*document.shape[:2], -1, views.TILE)
   mirrored = tiled[:, :, ::-1].reshape(document.shape)
   entry = jnp.broadcast_to(entry_BN[..., None], document.shape)
-  tokens_BN8C = tokens_BN8C.at[:, :, stages.MIRRORED].set(mirrored)
-  return tokens_BN8C.at[:, :, stages.ENTRY].set(entry)
+  tokens_BN8C = tokens_BN8C.at[:, :, views.MIRRORED].set(mirrored)
+  return tokens_BN8C.at[:, :, views.ENTRY].set(entry)
 
 
 def forward_call(
@@ -330,7 +335,7 @@ def forward_call(
   inputs['rate'] = -log2_e * rate
   lower_bound = settings.kda.lower_bound
   inputs['shift'] = -log2_e * rate * bias - math.log2(-lower_bound * log2_e)
-  inputs['sums'] = jnp.asarray(stages.sums_matrix(chunk), settings.operand)
+  inputs['sums'] = jnp.asarray(views.sums_matrix(chunk), settings.operand)
   if settings.packed:
     inputs['tokens'] = mirrored_tokens(tokens, entry)
     inputs['scored_tokens'] = inputs['tokens']

@@ -1,0 +1,220 @@
+"""Where the parts of KDA's forward kernel for TPU keep their data."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+TILE = 16
+LANES = 128
+# Rows of a block of tokens' numbers.
+DOCUMENT, REAL, MIRRORED, ENTRY = range(4)
+# Rows of the scratch of factors: from the chunk's entry to each tile, from each
+# tile to the next, from the last tile to the exit, and from entry to exit.
+ENTRIES, STEPS, EXIT, TOTAL = slice(0, 8), slice(8, 16), 16, slice(24, 32)
+FACTOR_ROWS = 32
+
+_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
+
+
+class Head(NamedTuple):
+  """Where a head's data lies.
+
+  Attributes:
+    index: of the value head within the block.
+    qk: its channels of the blocks of q and k.
+    g: its channels of the block of g.
+    v: its channels of the blocks of v and o.
+  """
+
+  index: int
+  qk: slice
+  g: slice
+  v: slice
+
+  @property
+  def mirrored(self) -> bool:
+    """Whether tiles are in reversed order."""
+    return self.index % 2 == 1
+
+  def place(self, tile: int, tiles: int) -> slice:
+    """Rows or columns at which a tile of the chunk is kept."""
+    return rows_of(tiles - 1 - tile if self.mirrored else tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """References to the blocks of a grid step; None for what a call lacks.
+
+  Attributes:
+    q: [1, C, heads * K].
+    k: [1, C, heads * K].
+    v: [1, C, heads * V].
+    g: [1, C, heads * K].
+    beta: float32 [1, 1, 1, heads, C].
+    rate: float32 [1, heads * K], -log2(e) times the gate's multiplier.
+    shift: float32 [1, heads * K], what the scaled logits are moved by.
+    sums: [C + 16, C], sums decay within tiles, to and between their rows 0.
+    tokens: int32 [1, 1, 8, C], numbers of the tokens that are prepared.
+    scored_tokens: int32 [1, 1, 8, C], numbers of the tokens that are scored.
+    h0: float32 [1, heads, K, V].
+    o: [1, C, heads * V].
+    final: float32 [1, heads, K, V].
+    states: [1, 1, heads, K, V].
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  g: Any
+  beta: Any
+  rate: Any
+  shift: Any
+  sums: Any
+  tokens: Any
+  scored_tokens: Any
+  h0: Any
+  o: Any
+  final: Any
+  states: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """Scratch of one chunk on its way; buffers are reused every 2 or 3 chunks.
+
+  Each method gives a head's part. P are scores of queries against keys, L those
+  of keys times beta, K^ keys decayed to the exit.
+
+  Attributes:
+    refs: references by name, all but 'state' with a leading axis of buffers.
+    two: which of two buffers the chunk uses.
+    three: which of three.
+  """
+
+  refs: dict[str, Any]
+  two: Any
+  three: Any
+
+  def rows(self, head: Head):
+    """[2 C, K], for each tile its decayed queries over its decayed keys."""
+    return self.refs['rows'].at[self.two, head.index]
+
+  def columns(self, head: Head):
+    """float32 [C, K], keys grown from the chunk's tiles' rows 0."""
+    return self.refs['columns'].at[self.two, head.index]
+
+  def factors(self, head: Head):
+    """float32 [32, K], decay from tile to tile."""
+    return self.refs['factors'].at[self.two, head.index]
+
+  def readers(self, head: Head):
+    """[2 C, K], keys (in the head's order) and queries decayed from entry."""
+    return self.refs['readers'].at[self.three, head.index]
+
+  def values(self, head: Head):
+    """[C, V], the values."""
+    return self.refs['values'].at[self.three, head.index]
+
+  def strengths(self):
+    """float32 [C, heads], write strengths."""
+    return self.refs['strengths'].at[self.three]
+
+  def stack(self, head: Head):
+    """[.., C], all that new values are multiplied with; see `StackRows`."""
+    return self.refs['stack'].at[self.two, head.index]
+
+  def diagonal(self, head: Head):
+    """float32 [16, C], the diagonal tiles of L side by side."""
+    return self.refs['diagonal'].at[self.two, head.index]
+
+  def below(self, pair: int, level: int):
+    """[C, C], blocks of -L that a level of merges joins, of both heads."""
+    return self.refs[f'below{level}'].at[self.two, pair]
+
+  def inverse(self, index: int):
+    """[C, C], (I + L)^-1 in the head's order."""
+    return self.refs['inverse'].at[self.two, index]
+
+  def decay(self, head: Head):
+    """float32 [K, 128], the decay of the whole chunk along rows."""
+    return self.refs['decay'].at[self.two, head.index]
+
+  def state(self, head: Head):
+    """float32 [K, V]."""
+    return self.refs['state'].at[head.index]
+
+
+class StackRows(NamedTuple):
+  """Rows of the stack of left operands; parts that a tier lacks are empty.
+
+  Attributes:
+    lower_rest: what rounding took from L, in the head's order.
+    lower: L, in the head's order.
+    scores_rest: what rounding took from P.
+    scores: P.
+    writes: K^ transposed.
+    writes_rest: what rounding took from K^ transposed.
+  """
+
+  lower_rest: slice
+  lower: slice
+  scores_rest: slice
+  scores: slice
+  writes: slice
+  writes_rest: slice
+
+
+def stack_rows(settings, num_keys: int) -> StackRows:
+  """Lays out the stack for a tier."""
+  lower = settings.chunk if settings.refines else 0
+  rest = settings.chunk if settings.splits else 0
+  writes_rest = num_keys if settings.refines else 0
+  sizes = (lower, lower, rest, settings.chunk, num_keys, writes_rest)
+  ends = np.cumsum(sizes)
+  return StackRows(*(slice(int(e - s), int(e)) for s, e in zip(sizes, ends)))
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, dims=_ROWS_BY_COLUMNS) -> jax.Array:
+  """float32 product; float32 operands are not rounded."""
+  exact = lhs.dtype == jnp.float32
+  return lax.dot_general(
+    lhs,
+    rhs,
+    dims,
+    preferred_element_type=jnp.float32,
+    precision=lax.Precision.HIGHEST if exact else None,
+  )
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """x rounded to bfloat16, and the rest of it."""
+  rounded = x.astype(jnp.bfloat16)
+  return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def rows_of(tile: int) -> slice:
+  """Rows of a tile."""
+  return slice(tile * TILE, (tile + 1) * TILE)
+
+
+def sums_matrix(chunk: int) -> np.ndarray:
+  """[C + 16, C] of 0 and 1 that sums decay.
+
+  Rows 0 to C: from row 0 of the token's tile to the token, where row 0 is 0, so
+  that no small sum is a difference of large ones. Then 8 rows from the chunk's
+  entry to row 0 of each tile, and 8 rows from the row 0 before.
+  """
+  row = np.arange(chunk)
+  same_tile = row[:, None] // TILE == row[None] // TILE
+  inner = same_tile & (row[None] % TILE > 0) & (row[None] <= row[:, None])
+  entry, step = np.zeros((2, 8, chunk))
+  for i in range(chunk // TILE):
+    entry[i, : i * TILE + 1] = 1
+    if i:
+      step[i, (i - 1) * TILE + 1 : i * TILE + 1] = 1
+  return np.concatenate([inner, entry, step]).astype(np.float32)
