@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import decode_plan, decode_step, gate, operands
+from pallas_kernels.kda import (
+  decode_plan,
+  decode_step,
+  gate,
+  operands,
+  varying,
+)
 
 INACTIVE = -1
 FRESH = -2
@@ -251,6 +257,8 @@ def kda_decode_mosaic_tpu(
     split_requests(arrays.beta_BTH[..., None], plan.heads),
   ]
   per_head = [split(A_log[:, None], plan.heads), split(dt_bias, plan.heads)]
+  axes = varying.varying_axes(states_SHKV)
+  per_head = varying.vary_over(per_head, axes)
   o = jax.ShapeDtypeStruct(per_token[0].shape, arrays.v_BTHV.dtype)
 
   def window(x, ahead=0):
@@ -274,12 +282,12 @@ def kda_decode_mosaic_tpu(
   columns = 3 * (plan.rows + plan.key_rows) + plan.key_rows
   semaphores = pltpu.SemaphoreType.DMA((plan.buffers, plan.requests))
   inputs = [*turned, *turned, *per_token, *per_head]
-  axes = jax.typeof(states_SHKV).manual_axis_type
+  types = jax.typeof(states_SHKV).manual_axis_type
   cells = requests * tokens * value_heads * num_keys * num_values
   o, states_SHKV = pl.pallas_call(
     functools.partial(_decode_kernel, plan=plan, config=config),
     out_shape=[
-      jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes)
+      jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=types)
       for x in (o, states_SHKV)
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(

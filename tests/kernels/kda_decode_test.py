@@ -335,6 +335,7 @@ class KdaDecodeTest(parameterized.TestCase):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ('model',), auto)
     inputs, states = make_inputs(), make_pool()
+    del inputs['dt_bias']
     expected = run('reference', inputs, make_pool(), READ, WRITE)
     specs = {
       name: P('model') if x.ndim < 3 else P(None, None, 'model')
