@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import (
-  gate,
   kernel_weave,
+  mosaic_tpu_tokens,
   operands,
   tile,
   varying,
@@ -38,12 +38,15 @@ class WeaveConfig:
     prepare_heads: heads that are prepared at a time.
     starts: when advancing, scoring and preparing begin, in steps.
     lengths: how long each of them takes, in steps.
+    turn: when the turn of write strengths begins and ends, in steps; masks of
+      packed tokens are turned before their chunk is prepared.
   """
 
   score_heads: int = 8
   prepare_heads: int = 2
   starts: tuple[float, float, float] = (0.3, 0.26, 0.25)
   lengths: tuple[float, float, float] = (0.82, 0.68, 0.72)
+  turn: tuple[float, float] = (0.25, 0.35)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +122,29 @@ def scratch_shapes(
   for level in range(levels):
     shapes[f'below{level}'] = ((2, pairs, chunk, chunk), operand)
   if settings.packed:
-    shapes['numbers'] = ((2, chunk, 8), jnp.int32)
+    shapes['numbers'] = ((2, 4, chunk, views.LANES), jnp.int32)
   return shapes
+
+
+def count_vmem_bytes(
+  settings: TpuConfig, num_keys: int, num_values: int
+) -> int:
+  """VMEM of a grid step that saves states, in bytes."""
+  chunk, heads = settings.chunk, settings.heads
+  operand = settings.operand
+  windows = [((chunk, heads * num_keys), operand)] * 3
+  windows += [((chunk, heads * num_values), operand)] * 2
+  # The initial, final and saved states.
+  windows += [((heads, num_keys, num_values), jnp.float32)] * 3
+  scratch = scratch_shapes(settings, num_keys, num_values).values()
+  return tile.vmem_bytes(windows, scratch)
 
 
 def _clear(refs) -> None:
   """Gives the first steps, which have no chunks to work on, finite data."""
   ones = ('factors', 'decay')
   for name, ref in refs.items():
-    if name in ('state', 'numbers'):
+    if name == 'state':
       continue
     value = 1 if name in ones else 0
     if ref.ndim < 4:
@@ -139,25 +156,6 @@ def _clear(refs) -> None:
       ref[buffer, head] = jnp.full(ref.shape[2:], value, ref.dtype)
 
     lax.fori_loop(0, ref.shape[0] * ref.shape[1], fill, None)
-
-
-def _turn_numbers(windows, refs) -> None:
-  """Turns the numbers of tokens from lanes to rows."""
-  refs['numbers'][0] = jnp.transpose(windows.tokens[0, 0])
-  refs['numbers'][1] = jnp.transpose(windows.scored_tokens[0, 0])
-
-
-def _turn_strengths(windows, slots, settings: TpuConfig):
-  """Write strengths of all heads, turned from lanes to rows."""
-  beta = gate.write_strength(windows.beta[0, 0, 0], settings.kda)
-  if settings.packed:
-    real = windows.tokens[0, 0, views.REAL : views.REAL + 1] != 0
-    beta = jnp.where(real, beta, 0.0)
-  beta = jnp.transpose(beta)
-  # Stored late: a store waits for the turn, and later loads for the store.
-  for _ in range(settings.chunk // views.TILE):
-    yield
-  slots.strengths()[...] = beta
 
 
 def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
@@ -206,8 +204,6 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
         slice(h * num_values, (h + 1) * num_values),
       )
     )
-  if settings.packed:
-    _turn_numbers(windows, refs)
 
   take_turns, weave = kernel_weave.take_turns, settings.weave
   pairs, tiles = -(-len(heads) // 2), settings.chunk // views.TILE
@@ -229,11 +225,10 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
     yield from take_turns(stages.substitute(h, scored, settings) for h in heads)
 
   def preparing():
-    turn = [_turn_strengths(windows, made, settings)]
     for group in in_groups(weave.prepare_heads):
-      group = [stages.prepare(h, windows, made, settings) for h in group]
-      yield from take_turns(turn + group)
-      turn = []
+      yield from take_turns(
+        stages.prepare(h, windows, made, settings) for h in group
+      )
 
   levels = int(math.log2(tiles))
   steps = (
@@ -242,12 +237,18 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
     len(heads) * (2 * tiles + tiles // 2),
   )
   generators = (advancing(), scoring(), preparing())
-  kernel_weave.weave(
+  streams = [
     kernel_weave.Stream(generator, count, start, start + length)
     for generator, count, start, length in zip(
       generators, steps, weave.starts, weave.lengths
     )
+  ]
+  turn = (0.0, weave.starts[2]) if settings.packed else weave.turn
+  turning = mosaic_tpu_tokens.turn_tokens(windows, made, settings)
+  streams.append(
+    kernel_weave.Stream(turning, mosaic_tpu_tokens.TURN_STEPS, *turn)
   )
+  kernel_weave.weave(streams)
 
   ends = t == chunks + 1
   if settings.sequences:

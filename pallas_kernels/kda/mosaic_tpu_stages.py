@@ -21,15 +21,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, tile_scores
+from pallas_kernels.kda import gate, mosaic_tpu_tokens, tile_scores
+from pallas_kernels.kda.mosaic_tpu_tokens import (
+  DOCUMENTS,
+  ENTRY_MASK,
+  EXIT_MASK,
+  REAL_MASK,
+)
 from pallas_kernels.kda.mosaic_tpu_views import (
   DOCUMENT,
   ENTRIES,
-  ENTRY,
   EXIT,
   LANES,
   MIRRORED,
-  REAL,
   ROWS_BY_ROWS,
   STEPS,
   TILE,
@@ -45,12 +49,6 @@ from pallas_kernels.kda.mosaic_tpu_views import (
 
 _LOG2_E = math.log2(math.e)
 _REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
-
-
-def _numbers(columns_ref, rows: slice, row: int, width: int) -> jax.Array:
-  """One of the tokens' numbers, along rows [.., width]."""
-  column = columns_ref[rows, row : row + 1]
-  return jnp.broadcast_to(column, (column.shape[0], width))
 
 
 def _reciprocal(x: jax.Array, settings) -> jax.Array:
@@ -83,38 +81,27 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
   f32, operand = jnp.float32, settings.operand
   chunk, tiles = settings.chunk, settings.chunk // TILE
   num_keys = head.g.stop - head.g.start
-  numbers_ref = slots.refs.get('numbers')
   rows_ref, readers_ref = slots.rows(head), slots.readers(head)
   columns_ref, factors_ref = slots.columns(head), slots.factors(head)
 
-  def real(rows, x):
-    """Zeroes padding by a select, as it may hold NaN."""
+  def select(mask, rows, x):
+    """Zeroes padding, which may hold NaN, or what is of another document."""
     if not settings.packed:
       return x
-    mask = _numbers(numbers_ref.at[0], rows, REAL, x.shape[-1]) != 0
-    return jnp.where(mask, x, 0.0)
-
-  def of_entry(rows, x):
-    """Zeroes what belongs to another document than the entry state."""
-    if not settings.packed:
-      return x
-    document, entry = (
-      _numbers(numbers_ref.at[0], rows, row, num_keys)
-      for row in (DOCUMENT, ENTRY)
-    )
-    return jnp.where(document == entry, x, 0.0)
+    return mosaic_tpu_tokens.select(slots.numbers(mask)[rows], x)
 
   def load(ref, rows):
-    return real(rows, ref[0, rows, head.qk].astype(f32))
+    return ref[0, rows, head.qk].astype(f32)
 
   terms = []
   for i in range(tiles):
     rows = rows_of(i)
-    bits = real(rows, _decay_bits(rows, head, windows, settings))
+    bits = _decay_bits(rows, head, windows, settings)
+    bits = select(REAL_MASK, rows, bits)
     terms.append((bits,) if settings.exact else split(bits))
     v = windows.v[0, rows, head.v]
     if settings.packed:
-      v = real(rows, v.astype(f32))
+      v = select(REAL_MASK, rows, v.astype(f32))
     slots.values(head)[rows] = v.astype(operand)
     yield
   sums = sum(
@@ -139,7 +126,7 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
   factors_ref[EXIT : EXIT + 1] = jnp.exp2(_REBALANCE_BITS - last)
   total = jnp.exp2(-last - sums[chunk + tiles - 1 : chunk + tiles])
   # A state does not outlive its document.
-  total = of_entry(slice(chunk - 1, chunk), total)
+  total = select(ENTRY_MASK, slice(chunk - 1, chunk), total)
   factors_ref[TOTAL] = jnp.broadcast_to(total, (8, num_keys))
   for i in range(tiles):
     rows = rows_of(i)
@@ -150,15 +137,16 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
       q, k = q * (scale_q * scale), k * scale_k
     else:
       q = q * scale
+    q, k = select(REAL_MASK, rows, q), select(REAL_MASK, rows, k)
     grow = jnp.exp2(_REBALANCE_BITS - inner[rows])
     q_rows, k_rows = q * grow, k * grow
     columns_ref[rows] = k * jnp.exp2(inner[rows] - _REBALANCE_BITS)
     rows_ref[rows_of(2 * i)] = q_rows.astype(operand)
     rows_ref[rows_of(2 * i + 1)] = k_rows.astype(operand)
     entry = factors_ref[i : i + 1]
-    k_reader = of_entry(rows, k_rows * entry).astype(operand)
+    k_reader = select(ENTRY_MASK, rows, k_rows * entry).astype(operand)
     readers_ref[head.place(i, tiles)] = k_reader
-    q_reader = of_entry(rows, q_rows * entry).astype(operand)
+    q_reader = select(ENTRY_MASK, rows, q_rows * entry).astype(operand)
     readers_ref[rows_of(tiles + i)] = q_reader
     yield
 
@@ -172,7 +160,6 @@ def score(head: Head, windows: Windows, slots: Slots, settings):
   factors_ref, stack_ref = slots.factors(head), slots.stack(head)
   num_keys = columns_ref.shape[-1]
   stack = stack_rows(settings, num_keys)
-  numbers_ref = slots.refs.get('numbers')
   slots.decay(head)[...] = jnp.broadcast_to(
     jnp.transpose(factors_ref[TOTAL])[:, 0:1], (num_keys, LANES)
   )
@@ -200,8 +187,7 @@ def score(head: Head, windows: Windows, slots: Slots, settings):
     if settings.packed:
       line = MIRRORED if mirrored else DOCUMENT
       others = windows.scored_tokens[0, 0, line : line + 1, : row.shape[1]]
-      here = _numbers(numbers_ref.at[1], rows, DOCUMENT, row.shape[1])
-      same = here == others
+      same = slots.numbers(DOCUMENTS)[rows, : row.shape[1]] == others
       earlier, own = earlier & same, own & same
     scores = jnp.where(own, strip[:TILE], 0.0)
     strength = slots.strengths()[rows, head.index : head.index + 1]
@@ -215,12 +201,8 @@ def score(head: Head, windows: Windows, slots: Slots, settings):
   writes = prefix * factors_ref[EXIT : EXIT + 1]
   if settings.packed:
     order = range(tiles)[::-1] if mirrored else range(tiles)
-    documents = [
-      _numbers(numbers_ref.at[1], rows_of(i), DOCUMENT, num_keys) for i in order
-    ]
-    end = slice(chunk - 1, chunk)
-    last = _numbers(numbers_ref.at[1], end, DOCUMENT, num_keys)
-    writes = jnp.where(jnp.concatenate(documents, 0) == last, writes, 0.0)
+    masks = [slots.numbers(EXIT_MASK)[rows_of(i)] for i in order]
+    writes = mosaic_tpu_tokens.select(jnp.concatenate(masks, 0), writes)
   if settings.refines:
     writes, rest = split(writes)
     stack_ref[stack.writes_rest] = jnp.transpose(rest)

@@ -124,6 +124,10 @@ class Slots:
     """float32 [C, heads], write strengths."""
     return self.refs['strengths'].at[self.three]
 
+  def numbers(self, place: int):
+    """int32 [C, 128], masks and documents of tokens."""
+    return self.refs['numbers'].at[self.two, place]
+
   def stack(self, head: Head):
     """[.., C], all that new values are multiplied with; see `StackRows`."""
     return self.refs['stack'].at[self.two, head.index]

@@ -8,9 +8,14 @@ section 2.1.1.
 """
 
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Iterable
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 # ln of the largest float32 is 88.72.
@@ -27,6 +32,17 @@ _BLOCK_BYTES = 2**30
 # [C, K + V]; measured for K = V = 64 and 128, of which they are 15 and 16. A
 # forward needs less than half.
 _ARRAYS_AT_ONCE = 16
+
+# Registers that do not fit and the compiler's own buffers.
+_SPILL_BYTES = 12 * 2**20
+_TUNED = pathlib.Path(__file__).with_name('tuned_tiles.json')
+# Every generation has at least 64 MB of VMEM a core.
+_MOST_VMEM_BYTES = 60 * 2**20
+# Enough independent work to hide the latency of the matrix units.
+_MOST_HEADS = 8
+# By how devices call themselves; the v5s have no instructions for reciprocals
+# and roots, and matrix units of half the width.
+_NARROW_GENERATIONS = ('v5e', 'v5p')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +110,6 @@ def choose_tiles(platform: str, key_dim: int, value_dim: int) -> TileConfig:
   return TileConfig(max_block=_BLOCK_BYTES // (TileConfig.chunk * row_bytes))
 
 
-# Registers that do not fit and the compiler's own buffers.
-_SPILL_BYTES = 12 * 2**20
-
-
 def padded_bytes(shape: tuple[int, ...], dtype) -> int:
   """Bytes of an array in VMEM, whose last two axes are held in whole tiles.
 
@@ -120,3 +132,98 @@ def vmem_bytes(windows: Iterable, scratch: Iterable) -> int:
   """
   copied = sum(2 * padded_bytes(*x) for x in windows)
   return copied + sum(padded_bytes(*x) for x in scratch) + _SPILL_BYTES
+
+
+def device_generation() -> str:
+  """TPU generation of the mesh's device, or of the default backend's.
+
+  Returns:
+    'v5e', 'v5p', 'v6e' or 'tpu7x', or the device's own name for others.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = None if mesh.empty else mesh.abstract_device
+  kind = (jax.devices()[0] if device is None else device).device_kind
+  kinds = {
+    'TPU v5 lite': 'v5e',
+    'TPU v5e': 'v5e',
+    'TPU v5': 'v5p',
+    'TPU v5p': 'v5p',
+    'TPU v6 lite': 'v6e',
+    'TPU v6e': 'v6e',
+    'TPU7x': 'tpu7x',
+  }
+  return kinds.get(kind, kind)
+
+
+def is_narrow(generation: str) -> bool:
+  """Whether a generation makes reciprocals and roots of exp2 and log2."""
+  return generation in _NARROW_GENERATIONS
+
+
+@functools.cache
+def _tuned_tiles() -> list[dict]:
+  return json.loads(_TUNED.read_text(encoding='utf-8'))
+
+
+class KernelTile(NamedTuple):
+  """What one grid step of a kernel for TPU takes.
+
+  Attributes:
+    chunk: tokens.
+    heads: value heads.
+    order: tuned settings of the order of instructions, by name, or empty.
+  """
+
+  chunk: int
+  heads: int
+  order: dict
+
+
+def choose_kernel_tile(
+  generation: str,
+  tokens: int,
+  heads: int,
+  value_heads: int,
+  dims: tuple[int, int],
+  count_bytes: Callable[[int, int], int],
+) -> KernelTile:
+  """Picks a chunk and a number of heads that fit the VMEM.
+
+  Args:
+    generation: as of `device_generation`.
+    tokens: of a row.
+    heads: of q and k.
+    value_heads: of v.
+    dims: channels of a key and of a value.
+    count_bytes: (chunk, heads) -> VMEM bytes of a grid step.
+
+  Raises:
+    NotImplementedError: not even one head fits.
+  """
+  tuned = [
+    entry
+    for entry in _tuned_tiles()
+    if entry['generation'] == generation
+    and tuple(entry['dims']) == dims
+    and value_heads % entry['heads'] == 0
+  ]
+  chunk = tuned[0]['chunk'] if tuned else 128
+  # A short row would mostly be padding.
+  chunk = chunk if tokens > chunk // 2 else chunk // 2
+  group = value_heads // heads
+  for count in range(min(_MOST_HEADS, value_heads), 0, -1):
+    shares = count % group == 0 or group % count == 0
+    if value_heads % count or not shares:
+      continue
+    if count_bytes(chunk, count) > _MOST_VMEM_BYTES:
+      continue
+    order = {}
+    for entry in tuned:
+      if (entry['chunk'], entry['heads']) == (chunk, count):
+        order = entry['order']
+    return KernelTile(chunk, count, order)
+  raise NotImplementedError(
+    f'A chunk of {chunk} tokens of one head with K and V of {dims} takes '
+    f'{count_bytes(chunk, 1)} bytes of VMEM; supported are '
+    f'{_MOST_VMEM_BYTES}.'
+  )
