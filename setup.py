@@ -34,6 +34,8 @@ setup(
     # Trained tokenizers; bytes need neither.
     'tokenizers': ['sentencepiece>=0.2.3', 'tokenizers>=0.23'],
     'test': [
+      # Compiles for TPU on any machine.
+      'libtpu>=0.0.52',
       'pytest>=9.0',
       'pytest-xdist>=3.8',
       'ruff>=0.15',

@@ -2,5 +2,6 @@
 
 from pallas_kernels.kda.api import IMPLEMENTATIONS, kda
 from pallas_kernels.kda.custom_vjp import ENTRY_STATES
+from pallas_kernels.kda.decode import kda_decode
 
-__all__ = ['ENTRY_STATES', 'IMPLEMENTATIONS', 'kda']
+__all__ = ['ENTRY_STATES', 'IMPLEMENTATIONS', 'kda', 'kda_decode']
