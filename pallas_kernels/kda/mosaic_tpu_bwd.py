@@ -1,0 +1,379 @@
+"""KDA's backward as one Pallas kernel for TPU.
+
+Chunks are taken in reverse. Each is recomputed from the inputs and the state
+before it, and the gradient of the state is carried in VMEM. All heads of a grid
+step go through the same stage before any goes on to the next, so that they fill
+each other's waits for matrix results.
+"""
+
+import functools
+import math
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda import gate, kernel_weave, tile, varying
+from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
+from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
+
+
+class Head(NamedTuple):
+  """One value head of a grid step.
+
+  Attributes:
+    index: its number in the step.
+    q: its channels in blocks of q and k.
+    g: its channels in blocks of g.
+    v: its channels in blocks of v.
+    shares: whether other heads of the step read the same q and k.
+    first: whether it is the first of these.
+    last: whether it is the last of these.
+  """
+
+  index: int
+  q: slice
+  g: slice
+  v: slice
+  shares: bool
+  first: bool
+  last: bool
+
+
+def _make_heads(settings, groups: int, num_keys: int, num_values: int):
+  heads, shared = [], min(groups, settings.heads)
+  for h in range(settings.heads):
+    key_head = h // groups
+    heads.append(
+      Head(
+        h,
+        slice(key_head * num_keys, (key_head + 1) * num_keys),
+        slice(h * num_keys, (h + 1) * num_keys),
+        slice(h * num_values, (h + 1) * num_values),
+        shared > 1,
+        h % shared == 0,
+        h % shared == shared - 1,
+      )
+    )
+  return heads
+
+
+def _run_head(step, head, own, d_state):
+  yield from stages.prepare(step, head, own)
+  yield from stages.score(step, head, own)
+  yield from grads.substitute(step, own)
+  yield from grads.merge(step, own)
+  state = step.blocks['states'].at[0, 0, head.index]
+  parts = yield from grads.solve(step, head, own, state, d_state)
+  yield from grads.pull_scores(step, own, parts)
+  yield from grads.finish(step, head, own)
+
+
+def _kernel(*refs, settings, names, scratch_names, own_names, groups):
+  """One grid step; references come in the order of the names."""
+  blocks = dict(zip(names, refs))
+  refs = dict(zip(scratch_names, refs[len(names) :]))
+  for name in ('d_q_sum', 'd_k_sum'):
+    blocks[name] = refs.get(name)
+  state_ref = refs['d_state']
+  t, chunks = pl.program_id(2), pl.num_programs(2)
+  chunk = chunks - 1 - t
+  ends, begins = t == 0, chunk == 0
+  if settings.sequences:
+    sequence_ref = blocks['sequence']
+    sequence = sequence_ref[chunk]
+    ends |= sequence_ref[jnp.minimum(chunk + 1, chunks - 1)] != sequence
+    begins |= sequence_ref[jnp.maximum(chunk - 1, 0)] != sequence
+
+  @pl.when(t == 0)
+  def _():
+    for name in own_names:
+      ref = refs[name]
+
+      def fill(h, _, ref=ref):
+        ref[h] = jnp.zeros(ref.shape[1:], ref.dtype)
+
+      lax.fori_loop(0, settings.heads, fill, None)
+    if 'd_gate' in blocks:
+      blocks['d_gate'][...] = jnp.zeros_like(blocks['d_gate'])
+
+  @pl.when(ends)
+  def _():
+    def fill(h, _):
+      state_ref[h] = blocks['d_final'][0, h]
+
+    lax.fori_loop(0, settings.heads, fill, None)
+
+  beta = blocks['beta'][0, 0, 0]
+  real = None
+  if settings.packed:
+    real = blocks['tokens'][0, 0, stages.REAL : stages.REAL + 1] != 0
+    beta = jnp.where(real, beta, 0.0)
+  strength = gate.write_strength(beta, settings.kda)
+  numbers = later = None
+  if settings.packed:
+    strength = jnp.where(real, strength, 0.0)
+    refs['numbers'][...] = jnp.transpose(blocks['tokens'][0, 0])
+    numbers = refs['numbers']
+  refs['strengths'][...] = jnp.transpose(strength)
+  later = blocks['sums'].at[settings.chunk + 8 :]
+  step = stages.Step(
+    blocks,
+    settings,
+    refs['strengths'],
+    numbers,
+    later,
+    refs['d_strengths'],
+  )
+  if settings.packed:
+    step.later = refs['later']
+    step.mask_later(later)
+  num_keys, num_values = state_ref.shape[1:]
+  heads = _make_heads(settings, groups, num_keys, num_values)
+
+  def own_scratch(h):
+    own = {name: refs[name].at[h] for name in own_names}
+    return types.SimpleNamespace(**own)
+
+  turns = kernel_weave.take_turns(
+    _run_head(step, head, own_scratch(head.index), state_ref.at[head.index])
+    for head in heads
+  )
+  for _ in turns:
+    pass
+
+  d_beta = jnp.transpose(refs['d_strengths'][...])
+  if settings.kda.beta_sigmoid:
+    d_beta *= gate.sigmoid(-beta)
+  if settings.packed:
+    d_beta = jnp.where(real, d_beta, 0.0)
+  blocks['d_beta'][0, 0, 0] = d_beta
+
+  @pl.when(begins)
+  def _():
+    def copy(h, _):
+      blocks['d_h0'][0, h] = state_ref[h]
+
+    lax.fori_loop(0, settings.heads, copy, None)
+
+
+def backward_call(
+  settings,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array,
+  beta: jax.Array,
+  rate: jax.Array,
+  bias: jax.Array,
+  states: jax.Array,
+  d_o: jax.Array,
+  d_final: jax.Array,
+  tokens: jax.Array | None = None,
+  entry: jax.Array | None = None,
+  sequence: jax.Array | None = None,
+  *,
+  interpret=False,
+  name: str = 'kda_backward',
+) -> grads.Gradients:
+  """Gradients of the arrays of `mosaic_tpu_fwd.forward_call`.
+
+  Args:
+    settings: static settings, a `mosaic_tpu_fwd.TpuConfig`.
+    q: as in the forward, like all up to bias.
+    k: as in the forward.
+    v: as in the forward.
+    g: as in the forward.
+    beta: as in the forward.
+    rate: as in the forward.
+    bias: as in the forward.
+    states: states before each chunk [B, N, HV, K, V] from the forward.
+    d_o: gradient of the outputs [B, T, HV * V].
+    d_final: float32 gradient of the final states [B or S, HV, K, V].
+    tokens: as in the forward.
+    entry: as in the forward.
+    sequence: as in the forward.
+    interpret: as of `pallas_call`.
+    name: of the kernel.
+
+  Returns:
+    The gradients. Those of rate and bias follow from g_sum and g_moment: with
+    z = rate * (g + bias), d_bias = g_sum and rate * d_rate = g_moment + bias *
+    g_sum.
+  """
+  batch, num_tokens, value_heads = beta.shape
+  chunk, heads = settings.chunk, settings.heads
+  chunks, blocks = num_tokens // chunk, value_heads // heads
+  num_keys, num_values = g.shape[2] // value_heads, v.shape[2] // value_heads
+  groups = value_heads * num_keys // q.shape[2]
+  block_key_heads = max(heads // groups, 1)
+  # So many blocks of value heads read the same head of q and k.
+  shared = max(groups // heads, 1)
+  f32, dtype = jnp.float32, q.dtype
+
+  log2_e = math.log2(math.e)
+  bits = -settings.kda.lower_bound * log2_e
+  inputs = {
+    'q': q,
+    'k': k,
+    'v': v,
+    'g': g,
+    'beta': jnp.transpose(
+      beta.astype(f32).reshape(batch, chunks, chunk, blocks, heads),
+      (0, 1, 3, 4, 2),
+    ),
+    'rate': -log2_e * rate,
+    'shift': -log2_e * rate * bias - math.log2(bits),
+    'sums': jnp.asarray(stages.sums_matrix(chunk), settings.operand),
+    'states': states,
+    'd_o': d_o,
+    'd_final': d_final,
+  }
+  if settings.packed:
+    numbers = jnp.broadcast_to(entry[..., None], (batch, chunks, chunk))
+    inputs['tokens'] = tokens.at[:, :, stages.ENTRY].set(numbers)
+  scalars = {'sequence': sequence} if settings.sequences else {}
+  axes = varying.varying_axes((inputs, scalars))
+  inputs, scalars = varying.vary_over((inputs, scalars), axes)
+
+  def chunk_of(t):
+    return chunks - 1 - t
+
+  def along_tokens(width, shared=1):
+    return pl.BlockSpec(
+      (1, chunk, width), lambda b, h, t, *_: (b, chunk_of(t), h // shared)
+    )
+
+  def state_index(b, h, t, *scalars):
+    row = scalars[0][chunk_of(t)] if settings.sequences else b
+    return row, h, 0, 0
+
+  state = (1, heads, num_keys, num_values)
+  qk = along_tokens(block_key_heads * num_keys, shared)
+  values = along_tokens(heads * num_values)
+  gates = along_tokens(heads * num_keys)
+  betas = pl.BlockSpec(
+    (1, 1, 1, heads, chunk), lambda b, h, t, *_: (b, chunk_of(t), h, 0, 0)
+  )
+  channels = pl.BlockSpec((1, heads * num_keys), lambda b, h, t, *_: (0, h))
+  specs = {
+    'q': qk,
+    'k': qk,
+    'v': values,
+    'g': gates,
+    'beta': betas,
+    'rate': channels,
+    'shift': channels,
+    'sums': pl.BlockSpec((2 * chunk + 8, chunk), lambda b, h, t, *_: (0, 0)),
+    'states': pl.BlockSpec(
+      (1, *state), lambda b, h, t, *_: (b, chunk_of(t), h, 0, 0)
+    ),
+    'd_o': values,
+    'd_final': pl.BlockSpec(state, state_index),
+    'tokens': pl.BlockSpec(
+      (1, 1, 8, chunk), lambda b, h, t, *_: (b, chunk_of(t), 0, 0)
+    ),
+  }
+  # Sums over blocks that share a head are left to XLA.
+  width = blocks * block_key_heads * num_keys
+  qk_out = (
+    (batch, num_tokens, width),
+    dtype if shared == 1 else f32,
+    along_tokens(block_key_heads * num_keys),
+  )
+  outputs = {
+    'd_q': qk_out,
+    'd_k': qk_out,
+    'd_v': (v.shape, v.dtype, values),
+    'd_g': (g.shape, g.dtype, gates),
+    'd_beta': (inputs['beta'].shape, f32, betas),
+    'd_h0': (d_final.shape, f32, pl.BlockSpec(state, state_index)),
+  }
+  if settings.kda.gate_in_kernel:
+    outputs['d_gate'] = (
+      (batch, 8, value_heads * num_keys),
+      f32,
+      pl.BlockSpec((1, 8, heads * num_keys), lambda b, h, t, *_: (b, 0, h)),
+    )
+  own = stages.scratch_shapes(settings, num_keys, num_values)
+  scratch = {
+    name: ((heads, *shape), dtype) for name, (shape, dtype) in own.items()
+  }
+  scratch['d_state'] = ((heads, num_keys, num_values), f32)
+  scratch['strengths'] = ((chunk, heads), f32)
+  scratch['d_strengths'] = ((chunk, heads), f32)
+  if min(groups, heads) > 1:
+    width = block_key_heads * num_keys
+    scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), f32)
+  if settings.packed:
+    scratch['numbers'] = ((chunk, 8), jnp.int32)
+    scratch['later'] = ((chunk, chunk), settings.operand)
+  windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
+  windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]
+  cells = batch * num_tokens * value_heads
+  results = pl.pallas_call(
+    functools.partial(
+      _kernel,
+      settings=settings,
+      names=(*scalars, *inputs, *outputs),
+      scratch_names=tuple(scratch),
+      own_names=tuple(own),
+      groups=groups,
+    ),
+    out_shape=[
+      jax.ShapeDtypeStruct(
+        shape,
+        dtype,
+        manual_axis_type=jax.typeof(inputs['q']).manual_axis_type,
+      )
+      for shape, dtype, _ in outputs.values()
+    ],
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(batch, blocks, chunks),
+      in_specs=[specs[name] for name in inputs],
+      out_specs=[spec for _, _, spec in outputs.values()],
+      scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],
+    ),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel', 'parallel', 'arbitrary'),
+      vmem_limit_bytes=tile.vmem_bytes(windows, scratch.values()),
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * cells * (7 * num_keys * num_values + 11 * chunk * num_keys),
+      bytes_accessed=sum(x.nbytes for x in (q, k, v, v, g, d_o)) * 2,
+      transcendentals=4 * cells * num_keys,
+    ),
+    interpret=interpret,
+    name=name,
+  )(*scalars.values(), *inputs.values())
+  results = dict(zip(outputs, results))
+  d_q, d_k, d_h0 = results['d_q'], results['d_k'], results['d_h0']
+  if shared > 1:
+    d_q, d_k = (
+      x.reshape(batch, num_tokens, -1, shared, num_keys)
+      .sum(axis=3)
+      .reshape(q.shape)
+      .astype(dtype)
+      for x in (d_q, d_k)
+    )
+  if settings.sequences:
+    # No chunk writes the gradient of a sequence without tokens.
+    written = jnp.zeros((d_h0.shape[0],), bool).at[sequence].set(True)
+    d_h0 = jnp.where(written[:, None, None, None], d_h0, 0.0)
+  d_beta = jnp.transpose(results['d_beta'], (0, 1, 4, 2, 3)).reshape(beta.shape)
+  sums = results.get('d_gate')
+  return grads.Gradients(
+    d_q,
+    d_k,
+    results['d_v'],
+    results['d_g'],
+    d_beta.astype(beta.dtype),
+    None if sums is None else sums[:, 0],
+    None if sums is None else sums[:, 1],
+    d_h0,
+  )

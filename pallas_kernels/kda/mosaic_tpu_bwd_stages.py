@@ -1,0 +1,374 @@
+"""Stages of KDA's backward kernel for TPU, each a generator over one head.
+
+With E = V - K~ S, Vn = T beta E and dS the gradient of the exit state:
+dVn = P^T dO + K^ dS, dR = T^T dVn, dV = beta dR, and the gradients of the
+scores are [dO; -dV] Vn^T. Kimi Linear (arXiv 2510.26692) section 3 for the
+chunk form.
+
+A tile's anchor is its first row's cumulative decay rounded down to whole bits,
+one per channel. Moving keys to another anchor multiplies by a power of two and
+does not round, so a key has one rounded value in all products of a chunk. The
+gradient of the log decay is a difference of nearly equal sums of products with
+rounded operands; as both sums round alike, their errors cancel.
+
+Decay is held as positive bits, -log2 of what it multiplies by.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kda import gate, tile_scores
+
+TILE = 16
+DOCUMENT, REAL, ENTRY = range(3)
+
+ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
+COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))
+
+# Rows of the scratch `factors`, all [.., K]; the first four are one per tile.
+AT_ENTRY, AT_ANCHOR, AT_STEP, AT_LEAVE, AT_TOTAL, FACTOR_ROWS = (
+  0,
+  8,
+  16,
+  24,
+  32,
+  40,
+)
+
+_LOG2_E = math.log2(math.e)
+_REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
+# Bits at which the logits' exponential stops growing: the decay has long
+# vanished in float32, its reciprocal has not.
+_LARGEST_EXPONENT = 120.0
+_LOW_HALF = -(2**16)
+
+
+def dot(a: jax.Array, b: jax.Array, dims=ROWS_BY_COLUMNS) -> jax.Array:
+  """Product summed in float32; float32 operands are not rounded."""
+  exact = a.dtype == jnp.float32
+  return lax.dot_general(
+    a,
+    b,
+    dims,
+    precision=lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def split(x: jax.Array, settings) -> tuple[jax.Array, ...]:
+  """Operands whose sum is x, to 16 bits if operands are bfloat16.
+
+  Bits are cut, because a compiler may drop a rounding to bfloat16 and back.
+  """
+  if settings.exact:
+    return (x,)
+  bits = lax.bitcast_convert_type(x, jnp.int32) & _LOW_HALF
+  high = lax.bitcast_convert_type(bits, jnp.float32)
+  return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def sums_matrix(chunk: int) -> np.ndarray:
+  """0/1 matrix [2 C + 8, C] of all sums over tokens.
+
+  Rows are, for each row the sum inside its tile without the tile's first row;
+  for each tile the sum up to its first row, padded to 8; for each row the sum
+  from it to the chunk's end.
+  """
+  row, column = np.arange(chunk)[:, None], np.arange(chunk)[None]
+  inner = (row // TILE == column // TILE) & (column % TILE > 0)
+  tiles = np.arange(8)[:, None]
+  entry = (column <= tiles * TILE) & (tiles < chunk // TILE)
+  parts = (inner & (column <= row), entry, column >= row)
+  return np.concatenate(parts).astype(np.float32)
+
+
+def tile_rows(i: int) -> slice:
+  return slice(i * TILE, (i + 1) * TILE)
+
+
+def pair_rows(i: int) -> tuple[slice, slice]:
+  """Rows of tile i where its queries and its keys alternate."""
+  return tile_rows(2 * i), tile_rows(2 * i + 1)
+
+
+def prefix_row(i: int) -> int:
+  """Where the keys up to tile i, in its anchor, begin in scratch `prefixes`."""
+  return TILE * i * (i + 1) // 2
+
+
+def prefix_rows(i: int) -> slice:
+  return slice(prefix_row(i), prefix_row(i + 1))
+
+
+def own_rows(i: int) -> slice:
+  """Keys of tile i in its own anchor."""
+  return slice(prefix_row(i + 1) - TILE, prefix_row(i + 1))
+
+
+def scale(x: jax.Array, row: jax.Array, settings) -> jax.Array:
+  """Multiplies operands [.., K] by a row of factors."""
+  if settings.narrow or settings.exact:
+    return (x.astype(jnp.float32) * row).astype(x.dtype)
+  factors = jnp.broadcast_to(row, (TILE, x.shape[1])).astype(x.dtype)
+  parts = [x[i : i + TILE] * factors for i in range(0, x.shape[0], TILE)]
+  return jnp.concatenate(parts)
+
+
+def iota(shape, axis):
+  return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def refines(settings) -> bool:
+  """Whether solves are refined and what sums up over keys is in two parts."""
+  return settings.level in (1, 2)
+
+
+def scratch_shapes(settings, num_keys: int, num_values: int) -> dict:
+  """Shape and dtype by name of what one head keeps between stages."""
+  f32, operand, chunk = jnp.float32, settings.operand, settings.chunk
+  lanes = max(num_values, num_keys, chunk)
+  tiles = chunk // TILE
+  shapes = {
+    'left': ((2 * chunk, num_keys), operand),
+    'entry': ((2 * chunk, num_keys), operand),
+    'prefixes': ((prefix_row(tiles), num_keys), operand),
+    'leaving': ((chunk, num_keys), operand),
+    'grow': ((chunk, num_keys), f32),
+    'shrink': ((chunk, num_keys), f32),
+    'slope': ((chunk, num_keys), f32),
+    'q_root': ((chunk, num_keys), f32),
+    'k_root': ((chunk, num_keys), f32),
+    'beta': ((chunk, lanes), f32),
+    'factors': ((FACTOR_ROWS, num_keys), f32),
+    'total': ((num_keys, num_values), f32),
+    'tail': ((8, num_keys), f32),
+    'qk': ((chunk, chunk), operand),
+    'diagonal': ((TILE, chunk), f32),
+    'inverse': ((chunk, chunk), operand),
+    'write': ((chunk, num_values), operand),
+    'values': ((chunk, num_values), operand),
+    'outer': ((2 * chunk, num_values), operand),
+    'd_left': ((2 * chunk, num_keys), f32),
+    'd_keys': ((chunk, num_keys), f32),
+  }
+  for level in range(tiles.bit_length() - 1):
+    shapes[f'below{level}'] = ((chunk // 2, chunk), operand)
+    shapes[f'merged{level}'] = ((chunk, chunk), operand)
+  if refines(settings):
+    shapes['lower'] = ((2 * chunk, chunk), operand)
+    shapes['write_exact'] = ((chunk, num_values), f32)
+  if not settings.kda.beta_sigmoid:
+    shapes['kk'] = ((2 * chunk, chunk), operand)
+  return shapes
+
+
+class Step:
+  """What the stages of one grid step share.
+
+  Attributes:
+    blocks: references of arrays by name.
+    settings: static settings.
+    strengths: [C, heads] write strengths, one row per token.
+    numbers: int32 [C, 8] columns DOCUMENT, REAL and ENTRY, or None.
+    later: [C, C] operand, 1 where the column's token is in the sums of the row.
+    d_strengths: [C, heads] takes the gradient of write strengths.
+  """
+
+  def __init__(self, blocks, settings, strengths, numbers, later, d_strengths):
+    self.blocks = blocks
+    self.settings = settings
+    self.strengths = strengths
+    self.numbers = numbers
+    self.later = later
+    self.d_strengths = d_strengths
+
+  def number(self, rows: slice, column: int, width: int) -> jax.Array:
+    """One of the tokens' numbers, along rows [.., width]."""
+    values = self.numbers[rows, column : column + 1]
+    return jnp.broadcast_to(values, (values.shape[0], width))
+
+  def select_real(self, rows: slice, x: jax.Array) -> jax.Array:
+    """Zeroes padding, which may hold anything."""
+    if self.numbers is None:
+      return x
+    real = self.number(rows, REAL, x.shape[1]) != 0
+    return jnp.where(real, x, 0.0)
+
+  def last_document(self) -> jax.Array:
+    chunk = self.settings.chunk
+    return self.numbers[chunk - 1 : chunk, DOCUMENT : DOCUMENT + 1]
+
+  def mask_later(self, later_ref) -> None:
+    """Fills `later` with the sums over later tokens of the same document."""
+    chunk = self.settings.chunk
+    row = self.number(slice(None), DOCUMENT, chunk)
+    column = self.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1]
+    same = row == jnp.broadcast_to(column, (chunk, chunk))
+    later = later_ref[...].astype(jnp.float32)
+    self.later[...] = jnp.where(same, later, 0.0).astype(self.later.dtype)
+
+  def select_entry(self, rows: slice, x: jax.Array) -> jax.Array:
+    """Zeroes rows of other documents than that of the entry state."""
+    if self.numbers is None:
+      return x
+    width = x.shape[1]
+    document = self.number(rows, DOCUMENT, width)
+    return jnp.where(document == self.number(rows, ENTRY, width), x, 0.0)
+
+  def select_exit(self, rows: slice, x: jax.Array) -> jax.Array:
+    """Zeroes rows of other documents than that of the exit state."""
+    if self.numbers is None:
+      return x
+    document = self.number(rows, DOCUMENT, x.shape[1])
+    return jnp.where(document == self.last_document(), x, 0.0)
+
+  def load(self, name: str, rows: slice, columns: slice) -> jax.Array:
+    """Rows of an input in float32, padding zeroed."""
+    x = self.blocks[name][0, rows, columns].astype(jnp.float32)
+    return self.select_real(rows, x)
+
+
+def _reciprocal(x, settings):
+  if settings.narrow and not settings.exact:
+    return jnp.exp2(-jnp.log2(x))
+  return 1.0 / x
+
+
+def _inverse_root(x, settings):
+  if settings.narrow and not settings.exact:
+    return jnp.exp2(-0.5 * jnp.log2(x))
+  return lax.rsqrt(x)
+
+
+def _read_decay(step: Step, head, own, i: int) -> jax.Array:
+  """Decay of a tile in bits; keeps its derivative for the last stage."""
+  rows, settings = tile_rows(i), step.settings
+  logits = step.load('g', rows, head.g)
+  if not settings.kda.gate_in_kernel:
+    return logits * -_LOG2_E
+  bits = -settings.kda.lower_bound * _LOG2_E
+  rate, shift = step.blocks['rate'][:, head.g], step.blocks['shift'][:, head.g]
+  # 1 / (exp(-x) / c + 1 / c) = c * sigmoid(x); the shift holds 1 / c.
+  exponent = jnp.minimum(logits * rate + shift, _LARGEST_EXPONENT)
+  grown = jnp.exp2(exponent)
+  decay = _reciprocal(grown + 1 / bits, settings)
+  # grown * decay = sigmoid(-x), which no rounding takes to 0 too early.
+  own.slope[rows] = decay * (grown * decay)
+  return step.select_real(rows, decay)
+
+
+def prepare(step: Step, head, own):
+  """Decays, norms and decayed views of queries and keys."""
+  settings = step.settings
+  chunk, operand = settings.chunk, settings.operand
+  tiles, num_keys = chunk // TILE, own.left.shape[-1]
+  parts = []
+  for i in range(tiles):
+    rows = tile_rows(i)
+    parts.append(split(_read_decay(step, head, own, i), settings))
+    strength = step.strengths[rows, head.index : head.index + 1]
+    own.beta[rows] = jnp.broadcast_to(strength, (TILE, own.beta.shape[1]))
+    yield
+  sums = step.blocks['sums'][: chunk + 8]
+  bits = sum(dot(sums, jnp.concatenate(part)) for part in zip(*parts))
+  yield
+  entry = bits[chunk:]
+  whole = jnp.floor(entry)
+  own.factors[AT_ENTRY : AT_ENTRY + 8] = jnp.exp2(-_REBALANCE_BITS - whole)
+  anchor = _REBALANCE_BITS - (entry - whole)
+  own.factors[AT_ANCHOR : AT_ANCHOR + 8] = anchor
+  own.factors[AT_STEP : AT_STEP + 8] = jnp.exp2(pltpu.roll(whole, 1, 0) - whole)
+  leave = anchor[tiles - 1 : tiles] - bits[chunk - 1 : chunk]
+  own.factors[AT_LEAVE : AT_LEAVE + 8] = jnp.broadcast_to(
+    jnp.exp2(leave), (8, num_keys)
+  )
+  total = jnp.exp2(leave - whole[tiles - 1 : tiles] - _REBALANCE_BITS)
+  if step.numbers is not None:
+    carries = step.last_document() == step.numbers[0:1, ENTRY : ENTRY + 1]
+    total = jnp.where(carries, total, 0.0)
+  own.factors[AT_TOTAL : AT_TOTAL + 8] = jnp.broadcast_to(total, (8, num_keys))
+  for i in range(tiles):
+    rows, (q_rows, k_rows) = tile_rows(i), pair_rows(i)
+    exponent = own.factors[AT_ANCHOR + i : AT_ANCHOR + i + 1] - bits[rows]
+    grow, shrink = jnp.exp2(exponent), jnp.exp2(-exponent)
+    own.grow[rows], own.shrink[rows] = grow, shrink
+    q, k = step.load('q', rows, head.q), step.load('k', rows, head.q)
+    if settings.kda.qk_l2norm:
+      roots = []
+      for x in (q, k):
+        square = jnp.sum(x * x, axis=-1, keepdims=True) + gate.L2_EPSILON
+        roots.append(_inverse_root(square, settings))
+      own.q_root[rows] = jnp.broadcast_to(roots[0], q.shape)
+      own.k_root[rows] = jnp.broadcast_to(roots[1], k.shape)
+      q, k = q * (roots[0] * settings.kda.scale), k * roots[1]
+    else:
+      q = q * settings.kda.scale
+    q, k, columns = q * grow, k * grow, (k * shrink).astype(operand)
+    own.prefixes[own_rows(i)] = columns
+    for x, place in ((q, q_rows), (k, k_rows)):
+      x = x.astype(operand)
+      own.left[place] = x
+      x = scale(x, own.factors[AT_ENTRY + i : AT_ENTRY + i + 1], settings)
+      own.entry[place] = step.select_entry(rows, x)
+    yield
+
+
+def score(step: Step, head, own):
+  """Scores of each tile against the keys up to it, and the exit view."""
+  settings = step.settings
+  chunk, operand = settings.chunk, settings.operand
+  tiles = chunk // TILE
+  for i in range(tiles):
+    rows, width, place = tile_rows(i), TILE * (i + 1), TILE * i
+    if i:
+      moved = slice(prefix_row(i), prefix_row(i) + place)
+      factor = own.factors[AT_STEP + i : AT_STEP + i + 1]
+      own.prefixes[moved] = scale(
+        own.prefixes[prefix_rows(i - 1)], factor, settings
+      )
+    left = own.left[2 * place : 2 * place + 2 * TILE]
+    strip = dot(left, own.prefixes[prefix_rows(i)], ROWS_BY_ROWS)
+    row, lane = iota((TILE, width), 0) + place, iota((TILE, width), 1)
+    causal, strict = lane <= row, lane < row
+    if step.numbers is not None:
+      same = step.number(rows, DOCUMENT, width) == jnp.broadcast_to(
+        step.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1, :width],
+        (TILE, width),
+      )
+      causal, strict = causal & same, strict & same
+    own.qk[rows, :width] = jnp.where(causal, strip[:TILE], 0.0).astype(operand)
+    kk = jnp.where(strict, strip[TILE:], 0.0)
+    if not settings.kda.beta_sigmoid:
+      for part, x in enumerate(split(kk, settings)):
+        start = part * chunk + place
+        own.kk[start : start + TILE, :width] = x
+    lower = kk * own.beta[rows, :width]
+    own.diagonal[:, place : place + TILE] = lower[:, place : place + TILE]
+    if refines(settings):
+      for part, x in enumerate(split(lower, settings)):
+        start = part * chunk + place
+        own.lower[start : start + TILE, :width] = x
+    negative = (-lower).astype(operand)
+    for level in range(tiles.bit_length() - 1):
+      size = TILE << level
+      block, inside = divmod(place, size)
+      if block % 2:
+        target = (block // 2) * size + inside
+        columns = slice((block - 1) * size, block * size)
+        below = getattr(own, f'below{level}')
+        below[target : target + TILE, columns] = negative[:, columns]
+    yield
+  factor = own.factors[AT_LEAVE : AT_LEAVE + 1]
+  for i in range(tiles):
+    start = prefix_row(tiles - 1) + TILE * i
+    leaving = scale(own.prefixes[start : start + TILE], factor, settings)
+    own.leaving[tile_rows(i)] = step.select_exit(tile_rows(i), leaving)
+  column = jnp.transpose(own.factors[AT_TOTAL : AT_TOTAL + 8])[:, 0:1]
+  own.total[...] = jnp.broadcast_to(column, own.total.shape)
+  yield
