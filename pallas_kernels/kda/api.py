@@ -10,6 +10,7 @@ from pallas_kernels import target
 from pallas_kernels.kda import (
   checks,
   chunked_op,
+  mosaic_tpu_op,
   operands,
   reference,
   segments,
@@ -21,13 +22,10 @@ IMPLEMENTATIONS = ('reference', 'chunked_xla', 'mosaic_tpu', 'mosaic_gpu')
 _RUNNERS = {
   'reference': reference.kda_reference,
   'chunked_xla': chunked_op.kda_chunked_xla,
+  'mosaic_tpu': mosaic_tpu_op.kda_mosaic_tpu,
 }
 
 _UNAVAILABLE = {
-  'mosaic_tpu': (
-    'no Pallas kernel for TPU is part of this package yet; '
-    "use 'chunked_xla', which XLA compiles for TPU"
-  ),
   'mosaic_gpu': (
     'no Pallas kernel for GPU is part of this package yet; '
     "use 'chunked_xla', which XLA compiles for GPU"
@@ -36,10 +34,22 @@ _UNAVAILABLE = {
 
 
 @functools.cache
-def _default_implementation(platform: str) -> str:
-  """The default for a platform, logged at its first use."""
-  choice = 'chunked_xla'
-  logging.getLogger(__name__).info('kda on %s runs as %s', platform, choice)
+def _log_default(platform: str, choice: str, reason: str | None) -> None:
+  """Logs the default for a platform, once for each reason."""
+  because = f', because {reason}' if reason else ''
+  logging.getLogger(__name__).info(
+    'kda on %s runs as %s%s', platform, choice, because
+  )
+
+
+def _default_implementation(arrays, packing, config) -> str:
+  """The default for the platform that is built for."""
+  platform = target.target_platform()
+  choice, reason = 'chunked_xla', None
+  if platform == 'tpu':
+    reason = mosaic_tpu_op.find_obstacle(arrays, packing, config)
+    choice = 'mosaic_tpu' if reason is None else choice
+  _log_default(platform, choice, reason)
   return choice
 
 
@@ -111,8 +121,9 @@ def kda(
       float32 operands when q, k and v are bfloat16. 'fast' loses a digit where
       keys repeat under weak decay. float32 arrays are never rounded.
     cp_axis: mesh axis over which tokens are split; only None is implemented.
-    implementation: None picks by the mesh's platform; or one of
-      IMPLEMENTATIONS.
+    implementation: None picks by the mesh's platform: on TPU the kernels if
+      they support the call, else 'chunked_xla'; or one of IMPLEMENTATIONS.
+      'mosaic_tpu' needs a lower_bound, and all axes of the mesh manual.
 
   Returns:
     Outputs [B, T, HV, V] in v's dtype; with return_final_state also the final
@@ -135,8 +146,6 @@ def kda(
       f'cp_axis={cp_axis!r}: tokens cannot be split over a mesh axis inside '
       'this operator; accepted is None.'
     )
-  if implementation is None:
-    implementation = _default_implementation(target.target_platform())
   if implementation in _UNAVAILABLE:
     raise NotImplementedError(
       f'implementation={implementation!r}: {_UNAVAILABLE[implementation]}.'
@@ -156,6 +165,8 @@ def kda(
     packing = operands.Packing(
       segment_ids > 0, segments.count_documents(segment_ids), None
     )
+  if implementation is None:
+    implementation = _default_implementation(arrays, packing, config)
   # The arrays join the widest set of mesh axes here, so that the transpose of
   # the cast sums the gradients of replicated parameters over shards.
   axes = varying.varying_axes((arrays, packing))

@@ -38,6 +38,8 @@ _SPILL_BYTES = 12 * 2**20
 _TUNED = pathlib.Path(__file__).with_name('tuned_tiles.json')
 # Every generation has at least 64 MB of VMEM a core.
 _MOST_VMEM_BYTES = 60 * 2**20
+# Eight tiles; with fewer, products with the state are too small a part.
+_CHUNK = 128
 # Enough independent work to hide the latency of the matrix units.
 _MOST_HEADS = 8
 # By how devices call themselves; the v5s have no instructions for reciprocals
@@ -207,7 +209,7 @@ def choose_kernel_tile(
     and tuple(entry['dims']) == dims
     and value_heads % entry['heads'] == 0
   ]
-  chunk = tuned[0]['chunk'] if tuned else 128
+  chunk = tuned[0]['chunk'] if tuned else _CHUNK
   # A short row would mostly be padding.
   chunk = chunk if tokens > chunk // 2 else chunk // 2
   group = value_heads // heads

@@ -1,13 +1,15 @@
 """Arguments that KDA refuses, and how it picks an implementation."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import target
-from pallas_kernels.kda import IMPLEMENTATIONS, api, arg_specs, bench, kda
+from pallas_kernels.kda import IMPLEMENTATIONS, api, arg_specs, bench, kda, tile
 
 SPEC = arg_specs.ArgSpec(1, 20, 2, 4, 32, 64)
 
@@ -27,6 +29,18 @@ def trace(**changes):
   arrays = {k: v for k, v in arguments.items() if hasattr(v, 'shape')}
   options = {k: v for k, v in arguments.items() if k not in arrays}
   return jax.eval_shape(lambda arrays: kda(**arrays, **options), arrays)
+
+
+@contextlib.contextmanager
+def tpu_mesh(devices):
+  """A mesh of TPUs to trace for; none is there."""
+  types = jax.make_mesh((8,), ('data',)).axis_types
+  device = jax.sharding.AbstractDevice('TPU v5 lite', 1, 'tpu')
+  mesh = jax.sharding.AbstractMesh(
+    (devices,), ('data',), types, abstract_device=device
+  )
+  with jax.sharding.use_abstract_mesh(mesh):
+    yield
 
 
 class KdaApiTest(parameterized.TestCase):
@@ -83,28 +97,40 @@ class KdaApiTest(parameterized.TestCase):
   def test_refuses_what_is_not_available(self):
     with self.assertRaisesRegex(NotImplementedError, "cp_axis='seq'"):
       trace(cp_axis='seq')
-    for name in ('mosaic_tpu', 'mosaic_gpu'):
-      with self.assertRaisesRegex(NotImplementedError, name):
-        trace(implementation=name)
+    with self.assertRaisesRegex(NotImplementedError, 'mosaic_gpu'):
+      trace(implementation='mosaic_gpu')
+    with self.assertRaisesRegex(NotImplementedError, 'lower_bound=None: .*-5'):
+      trace(implementation='mosaic_tpu', lower_bound=None)
+    with mock.patch.object(tile, '_MOST_VMEM_BYTES', 2**20):
+      with self.assertRaisesRegex(NotImplementedError, 'of VMEM; supported'):
+        trace(implementation='mosaic_tpu')
 
   def test_the_mesh_picks_the_platform(self):
     self.assertEqual(target.target_platform(), 'cpu')
-    mesh = jax.make_mesh((8,), ('data',))
-    device = jax.sharding.AbstractDevice('TPU v5 lite', 1, 'tpu')
-    abstract = jax.sharding.AbstractMesh(
-      (4,), ('data',), mesh.axis_types, abstract_device=device
-    )
-    with jax.sharding.use_abstract_mesh(abstract):
+    with tpu_mesh(4):
       self.assertEqual(target.target_platform(), 'tpu')
 
   def test_the_default_is_logged_once(self):
-    api._default_implementation.cache_clear()
+    api._log_default.cache_clear()
     with self.assertLogs('pallas_kernels.kda.api', 'INFO') as logs:
       trace()
       trace()
     self.assertLen(logs.output, 1)
-    self.assertIn('chunked_xla', logs.output[0])
-    self.assertIn('chunked_xla', IMPLEMENTATIONS)
+    self.assertIn('kda on cpu runs as chunked_xla', logs.output[0])
+
+  @parameterized.parameters(
+    (1, {}, 'kda on tpu runs as mosaic_tpu$'),
+    (1, {'lower_bound': None}, 'as chunked_xla, because lower_bound=None'),
+    (4, {}, "as chunked_xla, because mesh axis 'data' of size 4 is not manual"),
+  )
+  def test_the_default_on_tpu(self, devices, options, message):
+    api._log_default.cache_clear()
+    with self.assertLogs('pallas_kernels.kda.api', 'INFO') as logs:
+      with tpu_mesh(devices):
+        trace(**options)
+    self.assertRegex(logs.output[0], message)
+    for implementation in ('chunked_xla', 'mosaic_tpu'):
+      self.assertIn(implementation, IMPLEMENTATIONS)
 
   def test_named_shapes_are_accepted(self):
     for spec in arg_specs.SPECS.values():

@@ -78,7 +78,9 @@ class TileTest(parameterized.TestCase):
         (1,), ('data',), mesh.axis_types, abstract_device=device
       )
       with jax.sharding.use_abstract_mesh(abstract):
-        program = jax.make_jaxpr(lambda x: kda(**x))(inputs)
+        program = jax.make_jaxpr(
+          lambda x: kda(**x, implementation='chunked_xla')
+        )(inputs)
       (call,) = [e for e in program.eqns if 'call_jaxpr' in e.params]
       return [
         e.params['length']

@@ -1,0 +1,286 @@
+"""KDA as Pallas kernels for TPU: the operator around the kernels."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import (
+  chunk_layout,
+  custom_vjp,
+  mosaic_tpu_bwd,
+  mosaic_tpu_fwd,
+  mosaic_tpu_views,
+  operands,
+  products,
+  segments,
+  tile,
+  varying,
+)
+
+_BOUNDED_ONLY = (
+  'lower_bound=None: the kernels for TPU support bounded gates, lower_bound in '
+  '[-5, 0)'
+)
+
+
+class TokenPlan(NamedTuple):
+  """Integer arrays that the kernels read; None for what a call lacks.
+
+  Attributes:
+    tokens: int32 [B, N, 8, C], see `mosaic_tpu_fwd.forward_call`.
+    entry: int32 [B, N].
+    sequence: int32 [N].
+    first: int32 [N].
+  """
+
+  tokens: jax.Array | None
+  entry: jax.Array | None
+  sequence: jax.Array | None
+  first: jax.Array | None
+
+
+def _whole_lanes(channels: int) -> int:
+  lanes = mosaic_tpu_views.LANES
+  return -(-channels // lanes) * lanes
+
+
+def _choose_level(config: operands.KdaConfig, dtype) -> int:
+  """Which products keep more than bfloat16 operands."""
+  if dtype == jnp.float32:
+    return mosaic_tpu_fwd.HIGHEST
+  level = products.PRECISIONS.index(config.precision)
+  if config.allow_neg_eigval and level == mosaic_tpu_fwd.DEFAULT:
+    # Write strengths above 1 make entries of the triangular inverse grow, and
+    # with them what its rounding loses.
+    level = mosaic_tpu_fwd.HIGH
+  return level
+
+
+def choose_settings(
+  arrays: operands.Operands,
+  packing: operands.Packing,
+  config: operands.KdaConfig,
+) -> mosaic_tpu_fwd.TpuConfig:
+  """Static settings of the kernels for a call.
+
+  Raises:
+    NotImplementedError: the kernels do not support the call.
+  """
+  if config.lower_bound is None:
+    raise NotImplementedError(_BOUNDED_ONLY + '.')
+  _, tokens, value_heads, num_values = arrays.v_BTHV.shape
+  heads, num_keys = arrays.q_BTHK.shape[2:]
+  dims = _whole_lanes(num_keys), _whole_lanes(num_values)
+  sequences = packing.cu_seqlens is not None
+  generation = tile.device_generation()
+
+  def settings(chunk, step_heads, order=()):
+    return mosaic_tpu_fwd.TpuConfig(
+      config,
+      chunk,
+      step_heads,
+      level=_choose_level(config, arrays.v_BTHV.dtype),
+      narrow=tile.is_narrow(generation),
+      packed=sequences or packing.valid_BT is not None or tokens % chunk != 0,
+      sequences=sequences,
+      weave=mosaic_tpu_fwd.WeaveConfig(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in order}
+      ),
+    )
+
+  chosen = tile.choose_kernel_tile(
+    generation,
+    tokens,
+    heads,
+    value_heads,
+    dims,
+    lambda *sizes: mosaic_tpu_fwd.count_vmem_bytes(settings(*sizes), *dims),
+  )
+  return settings(chosen.chunk, chosen.heads, tuple(chosen.order.items()))
+
+
+def find_obstacle(
+  arrays: operands.Operands,
+  packing: operands.Packing,
+  config: operands.KdaConfig,
+) -> str | None:
+  """Says why the kernels cannot take a call, or None when they can."""
+  mesh = jax.sharding.get_abstract_mesh()
+  for axis, size in mesh.shape.items():
+    if size > 1 and axis not in mesh.manual_axes:
+      return (
+        f'mesh axis {axis!r} of size {size} is not manual, and XLA cannot '
+        'split a kernel; call it inside shard_map'
+      )
+  try:
+    choose_settings(arrays, packing, config)
+  except NotImplementedError as error:
+    return str(error)
+  return None
+
+
+def kda_mosaic_tpu(
+  arrays: operands.Operands,
+  packing: operands.Packing,
+  config: operands.KdaConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs KDA as kernels for TPU; arguments and results as `kda_reference`.
+
+  Raises:
+    NotImplementedError: the kernels do not support the call.
+  """
+  settings = choose_settings(arrays, packing, config)
+  chunk = settings.chunk
+  chunks = chunk_layout.count_chunks(arrays, packing, chunk)
+  layout = chunk_layout.lay_out(arrays, packing, chunk, chunks)
+  plan = _number_tokens(layout.plan, settings, chunks)
+  axes = varying.varying_axes((layout.arrays, plan))
+  arrays, plan = varying.vary_over((layout.arrays, plan), axes)
+  num_keys, num_values = arrays.q_BTHK.shape[-1], arrays.v_BTHV.shape[-1]
+  o, final = _operator(settings, _fill_lanes(arrays), plan)
+  return layout.restore(o[..., :num_values], final[..., :num_keys, :num_values])
+
+
+def _fill_lanes(arrays: operands.Operands) -> operands.Operands:
+  """Pads channels to whole registers of 128 lanes.
+
+  Heads lie side by side along lanes, and a head that began inside of a register
+  would have to be moved there in every step. Keys, values and states of added
+  channels are 0 and stay so, whatever their decay.
+  """
+
+  def pad(x, axes):
+    if x is None:
+      return None
+    widths = [
+      (0, _whole_lanes(n) - n if axis - x.ndim in axes else 0)
+      for axis, n in enumerate(x.shape)
+    ]
+    return jnp.pad(x, widths) if any(extra for _, extra in widths) else x
+
+  return arrays._replace(
+    q_BTHK=pad(arrays.q_BTHK, (-1,)),
+    k_BTHK=pad(arrays.k_BTHK, (-1,)),
+    v_BTHV=pad(arrays.v_BTHV, (-1,)),
+    g_BTHK=pad(arrays.g_BTHK, (-1,)),
+    dt_bias_HK=pad(arrays.dt_bias_HK, (-1,)),
+    h0_BHKV=pad(arrays.h0_BHKV, (-1, -2)),
+  )
+
+
+def _number_tokens(
+  plan: segments.ChunkPlan, settings: mosaic_tpu_fwd.TpuConfig, chunks: int
+) -> TokenPlan:
+  """Packs what is known of tokens into one block a chunk."""
+  if not settings.packed:
+    return TokenPlan(None, None, None, None)
+  real_BT = plan.valid_BT.astype(jnp.int32)
+  document_BT = plan.document_BT
+  if document_BT is None:
+    document_BT = jnp.zeros_like(real_BT)
+  entry_BN = plan.entry_BN
+  if entry_BN is None:
+    entry_BN = jnp.zeros_like(real_BT[:, :chunks])
+  tokens = jnp.stack([document_BT, real_BT], axis=1)
+  tokens = jnp.pad(tokens, ((0, 0), (0, 6), (0, 0)))
+  tokens = tokens.reshape(-1, 8, chunks, settings.chunk)
+  first_N = plan.first_N
+  return TokenPlan(
+    jnp.swapaxes(tokens, 1, 2),
+    entry_BN,
+    plan.sequence_N,
+    None if first_N is None else first_N.astype(jnp.int32),
+  )
+
+
+class FlatArrays(NamedTuple):
+  """The arrays of a call with heads and channels in one axis.
+
+  Attributes:
+    q: [B, T, H * K].
+    k: [B, T, H * K].
+    v: [B, T, HV * V].
+    g: [B, T, HV * K].
+    beta: [B, T, HV].
+    rate: float32 [1, HV * K], the gate's multiplier.
+    bias: float32 [1, HV * K].
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  g: jax.Array
+  beta: jax.Array
+  rate: jax.Array
+  bias: jax.Array
+
+
+def flatten(arrays: operands.Operands) -> FlatArrays:
+  """The arrays as the kernels take them."""
+
+  def flat(x):
+    return x.reshape(*x.shape[:2], -1)
+
+  value_heads, num_keys = arrays.g_BTHK.shape[2:]
+  ones = jnp.ones((value_heads, num_keys), jnp.float32)
+  A_log, bias = arrays.A_log_H, arrays.dt_bias_HK
+  rate = ones if A_log is None else ones * jnp.exp(A_log)[:, None]
+  bias = jnp.zeros_like(ones) if bias is None else bias
+  return FlatArrays(
+    flat(arrays.q_BTHK),
+    flat(arrays.k_BTHK),
+    flat(arrays.v_BTHV),
+    flat(arrays.g_BTHK),
+    arrays.beta_BTH,
+    rate.reshape(1, -1),
+    bias.reshape(1, -1),
+  )
+
+
+def _forward(settings, arrays, plan, save_states):
+  o, final, states = mosaic_tpu_fwd.forward_call(
+    settings,
+    *flatten(arrays),
+    plan.tokens,
+    plan.entry,
+    arrays.h0_BHKV,
+    plan.sequence,
+    plan.first,
+    save_states=save_states,
+  )
+  return (o.reshape(arrays.v_BTHV.shape), final), states
+
+
+def _backward(settings, arrays, plan, states, d_o, d_final):
+  flat = flatten(arrays)
+  grads = mosaic_tpu_bwd.backward_call(
+    settings,
+    *flat,
+    states,
+    d_o.reshape(flat.v.shape),
+    d_final,
+    plan.tokens,
+    plan.entry,
+    plan.sequence,
+  )
+  d_A_log = d_bias = None
+  shape = arrays.g_BTHK.shape[2:]
+  if arrays.A_log_H is not None:
+    moment = grads.g_moment + flat.bias * grads.g_sum
+    d_A_log = jnp.sum(moment.reshape(-1, *shape), axis=(0, 2))
+  if arrays.dt_bias_HK is not None:
+    d_bias = jnp.sum(grads.g_sum.reshape(-1, *shape), axis=0)
+  return operands.Operands(
+    q_BTHK=grads.q.reshape(arrays.q_BTHK.shape),
+    k_BTHK=grads.k.reshape(arrays.k_BTHK.shape),
+    v_BTHV=grads.v.reshape(arrays.v_BTHV.shape),
+    g_BTHK=grads.g.reshape(arrays.g_BTHK.shape),
+    beta_BTH=grads.beta,
+    A_log_H=d_A_log,
+    dt_bias_HK=d_bias,
+    h0_BHKV=None if arrays.h0_BHKV is None else grads.h0,
+  )
+
+
+_operator = custom_vjp.join(_forward, _backward)
