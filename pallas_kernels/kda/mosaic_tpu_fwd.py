@@ -18,8 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import (
   kernel_weave,
+  mosaic_tpu_scores,
   mosaic_tpu_tokens,
   operands,
+  packed_rows,
   tile,
   varying,
 )
@@ -34,7 +36,7 @@ class WeaveConfig:
   """How the stages of a grid step are interleaved; changes no result.
 
   Attributes:
-    score_heads: heads that are scored at a time.
+    score_heads: heads that are scored at a time, an even number.
     prepare_heads: heads that are prepared at a time.
     starts: when advancing, scoring and preparing begin, in steps.
     lengths: how long each of them takes, in steps.
@@ -113,14 +115,19 @@ def scratch_shapes(
     'readers': ((3, heads, 2 * chunk, num_keys), operand),
     'values': ((3, heads, chunk, num_values), operand),
     'strengths': ((3, chunk, heads), f32),
-    'stack': ((2, heads, stacked, chunk), operand),
     'diagonal': ((2, heads, views.TILE, chunk), f32),
-    'inverse': ((2, 2 * pairs, chunk, chunk), operand),
     'decay': ((2, heads, num_keys, views.LANES), f32),
     'state': ((heads, num_keys, num_values), f32),
   }
+
+  def add_packed(name, count, rows):
+    shape, dtype = packed_rows.shape_of(rows, chunk, operand)
+    shapes[name] = (2, count, *shape), dtype
+
+  add_packed('stack', heads, stacked)
+  add_packed('inverse', 2 * pairs, chunk)
   for level in range(levels):
-    shapes[f'below{level}'] = ((2, pairs, chunk, chunk), operand)
+    add_packed(f'below{level}', pairs, chunk)
   if settings.packed:
     shapes['numbers'] = ((2, 4, chunk, views.LANES), jnp.int32)
   return shapes
@@ -220,7 +227,8 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   def scoring():
     for group in in_groups(weave.score_heads):
       yield from take_turns(
-        stages.score(h, windows, scored, settings) for h in group
+        mosaic_tpu_scores.score(group[i : i + 2], windows, scored, settings)
+        for i in range(0, len(group), 2)
       )
     yield from take_turns(stages.substitute(h, scored, settings) for h in heads)
 
@@ -233,7 +241,7 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   levels = int(math.log2(tiles))
   steps = (
     pairs * 2 * levels + len(heads) * 12,
-    len(heads) * (2 * tiles + 2 + views.TILE),
+    pairs * mosaic_tpu_scores.count_steps(tiles) + len(heads) * views.TILE,
     len(heads) * (2 * tiles + tiles // 2),
   )
   generators = (advancing(), scoring(), preparing())
@@ -383,7 +391,7 @@ def forward_call(
     ),
     'rate': along_channels(),
     'shift': along_channels(),
-    'sums': pl.BlockSpec((chunk + 16, chunk), lambda b, h, t, *_: (0, 0)),
+    'sums': pl.BlockSpec((chunk + 32, chunk), lambda b, h, t, *_: (0, 0)),
     'tokens': numbers(0),
     'scored_tokens': numbers(1),
     'h0': pl.BlockSpec(state, state_index),

@@ -21,21 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, mosaic_tpu_tokens, tile_scores
-from pallas_kernels.kda.mosaic_tpu_tokens import (
-  DOCUMENTS,
-  ENTRY_MASK,
-  EXIT_MASK,
-  REAL_MASK,
-)
+from pallas_kernels.kda import gate, mosaic_tpu_tokens, packed_rows, tile_scores
 from pallas_kernels.kda.mosaic_tpu_views import (
-  DOCUMENT,
   ENTRIES,
-  EXIT,
+  ENTRY_MASK,
+  EXITS,
   LANES,
-  MIRRORED,
-  ROWS_BY_ROWS,
-  STEPS,
+  REAL_MASK,
   TILE,
   TOTAL,
   Head,
@@ -119,11 +111,10 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
     if i % 2:
       yield
   inner, last = sums[:chunk], sums[chunk - 1 : chunk]
-  row = lax.broadcasted_iota(jnp.int32, (16, num_keys), 0)
-  factors_ref[: STEPS.stop] = jnp.exp2(
-    jnp.where(row < ENTRIES.stop, -_REBALANCE_BITS, 0.0) - sums[chunk:]
-  )
-  factors_ref[EXIT : EXIT + 1] = jnp.exp2(_REBALANCE_BITS - last)
+  row = lax.broadcasted_iota(jnp.int32, (TOTAL.start, num_keys), 0)
+  balance = jnp.where(row < ENTRIES.stop, -_REBALANCE_BITS, 0.0)
+  balance = jnp.where(row < EXITS.start, balance, _REBALANCE_BITS)
+  factors_ref[: TOTAL.start] = jnp.exp2(balance - sums[chunk:])
   total = jnp.exp2(-last - sums[chunk + tiles - 1 : chunk + tiles])
   # A state does not outlive its document.
   total = select(ENTRY_MASK, slice(chunk - 1, chunk), total)
@@ -151,118 +142,6 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
     yield
 
 
-def score(head: Head, windows: Windows, slots: Slots, settings):
-  """Scores of a chunk, tile by tile against all columns up to its own."""
-  chunk, operand = settings.chunk, settings.operand
-  tiles = chunk // TILE
-  mirrored = head.mirrored
-  rows_ref, columns_ref = slots.rows(head), slots.columns(head)
-  factors_ref, stack_ref = slots.factors(head), slots.stack(head)
-  num_keys = columns_ref.shape[-1]
-  stack = stack_rows(settings, num_keys)
-  slots.decay(head)[...] = jnp.broadcast_to(
-    jnp.transpose(factors_ref[TOTAL])[:, 0:1], (num_keys, LANES)
-  )
-  yield
-  prefix = None
-  for i in range(tiles):
-    rows, place = rows_of(i), head.place(i, tiles)
-    prefix = _extend(prefix, columns_ref[rows], factors_ref, i, mirrored)
-    strip = dot(
-      rows_ref[rows.start * 2 : rows.stop * 2],
-      prefix.astype(operand),
-      ROWS_BY_ROWS,
-    )
-    yield
-    width = rows.stop
-    used = slice(chunk - width, chunk) if mirrored else slice(0, width)
-    if mirrored:
-      strip = _move_right(strip, chunk)
-    row = lax.broadcasted_iota(jnp.int32, (TILE, strip.shape[1]), 0)
-    lane = lax.broadcasted_iota(jnp.int32, row.shape, 1) - place.start
-    earlier, own = lane < row, lane <= row
-    if mirrored:
-      earlier, own = earlier | (lane >= TILE), own | (lane >= TILE)
-      # Lanes left of the tile's own are of later tiles, and not kept.
-    if settings.packed:
-      line = MIRRORED if mirrored else DOCUMENT
-      others = windows.scored_tokens[0, 0, line : line + 1, : row.shape[1]]
-      same = slots.numbers(DOCUMENTS)[rows, : row.shape[1]] == others
-      earlier, own = earlier & same, own & same
-    scores = jnp.where(own, strip[:TILE], 0.0)
-    strength = slots.strengths()[rows, head.index : head.index + 1]
-    lower = jnp.where(earlier, strip[TILE:], 0.0)
-    lower = lower * jnp.broadcast_to(strength, lower.shape)
-    _keep(stack_ref, stack.scores, stack.scores_rest, rows, scores, used)
-    _keep(stack_ref, stack.lower, stack.lower_rest, place, lower, used)
-    slots.diagonal(head)[:, place] = lower[:, place]
-    _keep_below(head, slots, (-lower).astype(operand), place.start)
-    yield
-  writes = prefix * factors_ref[EXIT : EXIT + 1]
-  if settings.packed:
-    order = range(tiles)[::-1] if mirrored else range(tiles)
-    masks = [slots.numbers(EXIT_MASK)[rows_of(i)] for i in order]
-    writes = mosaic_tpu_tokens.select(jnp.concatenate(masks, 0), writes)
-  if settings.refines:
-    writes, rest = split(writes)
-    stack_ref[stack.writes_rest] = jnp.transpose(rest)
-  stack_ref[stack.writes] = jnp.transpose(writes.astype(operand))
-  yield
-
-
-def _extend(prefix, columns, factors_ref, i: int, mirrored: bool):
-  """Moves the columns so far to a tile's row 0 and adds the tile's own."""
-  if prefix is None:
-    return columns
-  moved = prefix * factors_ref[STEPS.start + i : STEPS.start + i + 1]
-  parts = [columns, moved] if mirrored else [moved, columns]
-  return jnp.concatenate(parts, 0)
-
-
-def _move_right(strip: jax.Array, width: int) -> jax.Array:
-  """Pads a strip on the left."""
-  rows, used = strip.shape
-  if used == width:
-    return strip
-  zeros = jnp.zeros((rows, width - used), strip.dtype)
-  if width % LANES:
-    return jnp.concatenate([zeros, strip], 1)
-  # Rotating whole registers is cheaper than joining parts of them.
-  return pltpu.roll(jnp.concatenate([strip, zeros], 1), width - used, 1)
-
-
-def _keep(stack_ref, whole: slice, rest: slice, rows: slice, x, used: slice):
-  """Stores the used lanes of x at rows of the parts that the stack has."""
-  if whole.start == whole.stop:
-    return
-  parts = [(whole, x.astype(stack_ref.dtype))]
-  if rest.start != rest.stop:
-    high, low = split(x)
-    parts = [(whole, high), (rest, low)]
-  for part, kept in parts:
-    target = slice(part.start + rows.start, part.start + rows.stop)
-    # Cut after rounding: a cut of float32 lanes would move them twice.
-    if kept.shape[1] != used.stop - used.start:
-      kept = kept[:, used]
-    stack_ref[target, used] = kept
-
-
-def _keep_below(head: Head, slots: Slots, negative: jax.Array, start: int):
-  """Stores the blocks that the rows give to the merges."""
-  level, size = 0, TILE
-  chunk = slots.refs['inverse'].shape[-1]
-  while size < chunk:
-    block = start // size
-    # A later block of a pair: at odd places, or at even ones if mirrored.
-    if block % 2 != head.mirrored:
-      column = (block + (1 if head.mirrored else -1)) * size
-      row = block // 2 * size + start % size + head.mirrored * (chunk // 2)
-      ref = slots.below(head.index // 2, level)
-      part = negative[:, column : column + size]
-      ref[row : row + TILE, column : column + size] = part
-    level, size = level + 1, size * 2
-
-
 def substitute(head: Head, slots: Slots, settings):
   """Inverts all diagonal tiles of I + L at once, by forward substitution."""
   chunk, tiles = settings.chunk, settings.chunk // TILE
@@ -284,20 +163,21 @@ def substitute(head: Head, slots: Slots, settings):
   for j in range(TILE - 1):
     done = top[j : j + 1] if j < 8 else bottom[j - 8 : j - 7]
     if j < 7:
-      top = top - spread(diagonal[:8], j) * done
-    bottom = bottom - spread(diagonal[8:], j) * done
+      top = top + spread(diagonal[:8], j) * done
+    bottom = bottom + spread(diagonal[8:], j) * done
     yield
   inverses = jnp.concatenate([top, bottom], 0).astype(settings.operand)
   for i in range(tiles):
-    inverse_ref[rows_of(i), rows_of(i)] = inverses[:, rows_of(i)]
+    packed_rows.store(inverse_ref, i * TILE, inverses, rows_of(i))
   # Products of the first merges run over whole rows, so blocks that later
   # merges fill must not hold those of an earlier chunk.
   size = 2 * TILE
+  zeros = jnp.zeros((chunk // 2, chunk), settings.operand)
   while size < chunk:
     for start in range(0, chunk, 2 * size):
       pair = slice(start, start + size), slice(start + size, start + 2 * size)
       target, source = pair if head.mirrored else pair[::-1]
-      inverse_ref[target, source] = jnp.zeros((size, size), settings.operand)
+      packed_rows.store(inverse_ref, target.start, zeros[:size], source)
     size *= 2
   yield
 
@@ -317,9 +197,12 @@ def merge(pair: int, slots: Slots, settings):
     even = [slice(2 * j * size, (2 * j + 1) * size) for j in range(count)]
     odd = [slice((2 * j + 1) * size, (2 * j + 2) * size) for j in range(count)]
     firsts = [
-      x for j in range(count) for x in (plain[even[j]], mirrored[odd[j]])
+      packed_rows.load(ref, part)
+      for j in range(count)
+      for ref, part in ((plain, even[j]), (mirrored, odd[j]))
     ]
-    corners = dot(slots.below(pair, level)[...], jnp.concatenate(firsts, 0))
+    below = packed_rows.load(slots.below(pair, level))
+    corners = dot(below, jnp.concatenate(firsts, 0))
     corners = corners.astype(operand)
     yield
     # Each head's corners go where the other head's second blocks have zeros.
@@ -327,14 +210,15 @@ def merge(pair: int, slots: Slots, settings):
     for j in range(count):
       part = slice(j * size, (j + 1) * size)
       crossed += [corners[half:][part], corners[:half][part]]
-    seconds = [plain[x] for x in odd] + [mirrored[x] for x in even]
+    seconds = [packed_rows.load(plain, part) for part in odd]
+    seconds += [packed_rows.load(mirrored, part) for part in even]
     joined = dot(jnp.concatenate(seconds, 0), jnp.concatenate(crossed, 0))
     joined = joined.astype(operand)
     yield
     for j in range(count):
       part = slice(j * size, (j + 1) * size)
-      plain[odd[j], even[j]] = joined[:half][part, even[j]]
-      mirrored[even[j], odd[j]] = joined[half:][part, odd[j]]
+      packed_rows.store(plain, odd[j].start, joined[:half][part], even[j])
+      packed_rows.store(mirrored, even[j].start, joined[half:][part], odd[j])
     level, size = level + 1, size * 2
 
 
@@ -344,7 +228,7 @@ def advance(head: Head, windows: Windows, slots: Slots, settings):
   chunk, tiles = settings.chunk, settings.chunk // TILE
   state_ref, values_ref = slots.state(head), slots.values(head)
   readers_ref, stack_ref = slots.readers(head), slots.stack(head)
-  inverse_ref = slots.inverse(head.index)
+  inverse = packed_rows.load(slots.inverse(head.index))
   num_keys, num_values = state_ref.shape
   stack = stack_rows(settings, num_keys)
   state = state_ref[...].astype(operand)
@@ -363,20 +247,21 @@ def advance(head: Head, windows: Windows, slots: Slots, settings):
     if i % 4 == 3:
       yield
   errors = jnp.concatenate(errors[::-1] if head.mirrored else errors, 0)
-  new = dot(inverse_ref[...], errors.astype(operand))
+  new = dot(inverse, errors.astype(operand))
   yield
   yield
   new, rest = split(new) if settings.splits else (new.astype(operand), None)
   yield
-  whole = dot(stack_ref[...], new)
+  whole = dot(packed_rows.load(stack_ref), new)
   if settings.refines:
     yield
-    missing = errors - new.astype(f32) - whole[stack.lower]
-    missing = missing - whole[stack.lower_rest]
-    rest = dot(inverse_ref[...], missing.astype(operand)).astype(operand)
+    missing = errors - new.astype(f32) + whole[stack.lower]
+    missing = missing + whole[stack.lower_rest]
+    rest = dot(inverse, missing.astype(operand)).astype(operand)
     yield
   if settings.splits:
-    part = dot(stack_ref[stack.scores.start : stack.writes.stop], rest)
+    parts = slice(stack.scores.start, stack.writes.stop)
+    part = dot(packed_rows.load(stack_ref, parts), rest)
   yield
   yield
   o, written = whole[stack.scores], whole[stack.writes]

@@ -7,16 +7,16 @@ from jax import lax
 from pallas_kernels.kda import gate
 from pallas_kernels.kda.mosaic_tpu_views import (
   DOCUMENT,
+  DOCUMENTS,
   ENTRY,
+  ENTRY_MASK,
+  EXIT_MASK,
   LANES,
   REAL,
+  REAL_MASK,
   Slots,
   Windows,
 )
-
-# Scratch of numbers: masks of real tokens, of tokens of the entry state's
-# document and of the chunk's last document, and the documents themselves.
-REAL_MASK, ENTRY_MASK, EXIT_MASK, DOCUMENTS = range(4)
 
 # Pieces between a turn and the use of its result.
 TURN_STEPS = 4

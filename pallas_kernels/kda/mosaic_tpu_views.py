@@ -12,10 +12,15 @@ TILE = 16
 LANES = 128
 # Rows of a block of tokens' numbers.
 DOCUMENT, REAL, MIRRORED, ENTRY = range(4)
+# Scratch of numbers: masks of real tokens, of tokens of the entry state's
+# document and of the chunk's last document, and the documents themselves.
+REAL_MASK, ENTRY_MASK, EXIT_MASK, DOCUMENTS = range(4)
 # Rows of the scratch of factors: from the chunk's entry to each tile, from each
-# tile to the next, from the last tile to the exit, and from entry to exit.
-ENTRIES, STEPS, EXIT, TOTAL = slice(0, 8), slice(8, 16), 16, slice(24, 32)
-FACTOR_ROWS = 32
+# tile to the next, between the tiles of `anchor_moves`, from each tile to the
+# exit, and from entry to exit.
+ENTRIES, STEPS, MOVES, EXITS = (slice(i, i + 8) for i in range(0, 32, 8))
+TOTAL = slice(32, 40)
+FACTOR_ROWS = 40
 
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
@@ -58,7 +63,7 @@ class Windows:
     beta: float32 [1, 1, 1, heads, C].
     rate: float32 [1, heads * K], -log2(e) times the gate's multiplier.
     shift: float32 [1, heads * K], what the scaled logits are moved by.
-    sums: [C + 16, C], sums decay within tiles, to and between their rows 0.
+    sums: [C + 32, C], sums decay within tiles, to and between their rows 0.
     tokens: int32 [1, 1, 8, C], numbers of the tokens that are prepared.
     scored_tokens: int32 [1, 1, 8, C], numbers of the tokens that are scored.
     h0: float32 [1, heads, K, V].
@@ -94,6 +99,8 @@ class Slots:
     refs: references by name, all but 'state' with a leading axis of buffers.
     two: which of two buffers the chunk uses.
     three: which of three.
+
+  Those of `stack`, `below` and `inverse` are of `packed_rows`.
   """
 
   refs: dict[str, Any]
@@ -109,7 +116,7 @@ class Slots:
     return self.refs['columns'].at[self.two, head.index]
 
   def factors(self, head: Head):
-    """float32 [32, K], decay from tile to tile."""
+    """float32 [40, K], decay from tile to tile."""
     return self.refs['factors'].at[self.two, head.index]
 
   def readers(self, head: Head):
@@ -133,7 +140,7 @@ class Slots:
     return self.refs['stack'].at[self.two, head.index]
 
   def diagonal(self, head: Head):
-    """float32 [16, C], the diagonal tiles of L side by side."""
+    """float32 [16, C], the diagonal tiles of -L side by side."""
     return self.refs['diagonal'].at[self.two, head.index]
 
   def below(self, pair: int, level: int):
@@ -157,8 +164,8 @@ class StackRows(NamedTuple):
   """Rows of the stack of left operands; parts that a tier lacks are empty.
 
   Attributes:
-    lower_rest: what rounding took from L, in the head's order.
-    lower: L, in the head's order.
+    lower_rest: what rounding took from -L, in the head's order.
+    lower: -L, in the head's order.
     scores_rest: what rounding took from P.
     scores: P.
     writes: K^ transposed.
@@ -206,19 +213,35 @@ def rows_of(tile: int) -> slice:
   return slice(tile * TILE, (tile + 1) * TILE)
 
 
+def anchor_moves(tiles: int) -> list[tuple[int, int]]:
+  """Pairs of tiles, further apart than one, between which scores move."""
+  moves = set()
+  size = 2
+  while size < tiles:
+    for anchor in range(size, tiles, 2 * size):
+      moves |= {(t, anchor) for t in range(anchor - size, anchor - 1)}
+      moves |= {(anchor, t) for t in range(anchor + 2, anchor + size)}
+    size *= 2
+  return sorted(moves)
+
+
 def sums_matrix(chunk: int) -> np.ndarray:
-  """[C + 16, C] of 0 and 1 that sums decay.
+  """[C + 32, C] of 0 and 1 that sums decay.
 
   Rows 0 to C: from row 0 of the token's tile to the token, where row 0 is 0, so
-  that no small sum is a difference of large ones. Then 8 rows from the chunk's
-  entry to row 0 of each tile, and 8 rows from the row 0 before.
+  that no small sum is a difference of large ones. Then 8 rows each from the
+  chunk's entry to row 0 of each tile, from the row 0 before, between the tiles
+  of `anchor_moves`, and from row 0 of each tile to the chunk's last row.
   """
   row = np.arange(chunk)
   same_tile = row[:, None] // TILE == row[None] // TILE
   inner = same_tile & (row[None] % TILE > 0) & (row[None] <= row[:, None])
-  entry, step = np.zeros((2, 8, chunk))
+  entry, step, move, leave = np.zeros((4, 8, chunk))
   for i in range(chunk // TILE):
     entry[i, : i * TILE + 1] = 1
+    leave[i, i * TILE + 1 :] = 1
     if i:
       step[i, (i - 1) * TILE + 1 : i * TILE + 1] = 1
-  return np.concatenate([inner, entry, step]).astype(np.float32)
+  for i, (first, last) in enumerate(anchor_moves(chunk // TILE)):
+    move[i, first * TILE + 1 : last * TILE + 1] = 1
+  return np.concatenate([inner, entry, step, move, leave]).astype(np.float32)
