@@ -137,8 +137,8 @@ def _ordered_strengths(beta, real, settings) -> jax.Array:
     strengths = jnp.where(real, strengths, 0.0)
   tiled = strengths.reshape(*strengths.shape[:-1], -1, views.TILE)
   mirrored = tiled[..., ::-1, :].reshape(strengths.shape)
-  odd = jnp.arange(settings.heads) % 2 == 1
-  return jnp.where(odd[:, None], mirrored, strengths)
+  head = jax.lax.broadcasted_iota(jnp.int32, strengths.shape, 3)
+  return jnp.where(head % 2 == 1, mirrored, strengths)
 
 
 def _call(

@@ -238,7 +238,8 @@ def _summarize_by_states(run, arrays, packing, config) -> Summary:
   num_values = v_BTHV.shape[-1]
   added = [(0, 0)] * 3 + [(0, num_keys)]
   start = varying.zero_state(arrays.g_BTHK, num_values + num_keys)
-  start = start + jnp.eye(num_keys, num_values + num_keys, num_values)
+  identity = jnp.eye(num_keys, num_values + num_keys, num_values)
+  start = start + identity[None, None]
   arrays = arrays._replace(v_BTHV=jnp.pad(v_BTHV, added), h0_BHKV=start)
   _, final = run(arrays, packing, config)
   return Summary(M=final[..., num_values:], N=final[..., :num_values])
