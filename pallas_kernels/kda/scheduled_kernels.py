@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import mosaic_tpu_decode, operands, tpu_generations
+from pallas_kernels.kda import (
+  mosaic_tpu_bwd,
+  mosaic_tpu_decode,
+  mosaic_tpu_fwd,
+  mosaic_tpu_op,
+  operands,
+  tpu_generations,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,32 +50,114 @@ _HEADS = 32
 _HEAD_DIM = 128
 
 
-def _decode(topology: str) -> ScheduledKernel:
-  """One token of 16 requests, float32 states."""
-  requests, slots = 16, 32
-  row = jax.ShapeDtypeStruct((requests, 1, _HEADS, _HEAD_DIM), jnp.bfloat16)
-  arrays = operands.Operands(
+# Enough for a turn that is neither among the first nor among the last.
+_CHUNKS = 8
+_STEP_HEADS = 8
+
+_CONFIG = operands.KdaConfig(
+  lower_bound=-5.0,
+  scale=_HEAD_DIM**-0.5,
+  qk_l2norm=True,
+  beta_sigmoid=True,
+  allow_neg_eigval=False,
+  gate_in_kernel=True,
+  precision='default',
+)
+
+
+def _operands(tokens: int, heads: int) -> operands.Operands:
+  """Shapes of a row of tokens, bfloat16."""
+  row = jax.ShapeDtypeStruct((1, tokens, heads, _HEAD_DIM), jnp.bfloat16)
+  return operands.Operands(
     q_BTHK=row,
     k_BTHK=row,
     v_BTHV=row,
     g_BTHK=row,
     beta_BTH=jax.ShapeDtypeStruct(row.shape[:-1], jnp.bfloat16),
-    A_log_H=jax.ShapeDtypeStruct((_HEADS,), jnp.float32),
-    dt_bias_HK=jax.ShapeDtypeStruct((_HEADS, _HEAD_DIM), jnp.float32),
+    A_log_H=jax.ShapeDtypeStruct((heads,), jnp.float32),
+    dt_bias_HK=jax.ShapeDtypeStruct((heads, _HEAD_DIM), jnp.float32),
     h0_BHKV=None,
+  )
+
+
+def _choose_settings(arrays: operands.Operands) -> mosaic_tpu_fwd.TpuConfig:
+  """What the operator takes for these shapes on the mesh's device."""
+  packing = operands.Packing(None, None, None)
+  return mosaic_tpu_op.choose_settings(arrays, packing, _CONFIG)
+
+
+def _forward(topology: str) -> ScheduledKernel:
+  """The forward of documents that fill their rows, no state saved."""
+  chunk = 128
+  arrays = _operands(_CHUNKS * chunk, _STEP_HEADS)
+
+  def run(arrays):
+    settings = _choose_settings(arrays)
+    if settings.chunk != chunk or settings.heads != _STEP_HEADS:
+      raise ValueError(f'{topology} runs {settings}, not {chunk} tokens a step')
+    flat = mosaic_tpu_op.flatten(arrays)
+    return mosaic_tpu_fwd.forward_call(settings, *flat)
+
+  token_heads = _CHUNKS * chunk * _STEP_HEADS
+  return ScheduledKernel(
+    name='fwd',
+    function=run,
+    arguments=(arrays,),
+    step_token_heads={'kda_forward': chunk * _STEP_HEADS},
+    token_heads=token_heads,
+    chunk=chunk,
+    # q, k, v, g and o, and beta.
+    hbm_bytes=5 * 2 * _HEAD_DIM + 2,
+  )
+
+
+def _backward(topology: str) -> ScheduledKernel:
+  """The backward, which recomputes all but the states before each chunk."""
+  chunk = 128
+  arrays = _operands(_CHUNKS * chunk, _STEP_HEADS)
+  states = (1, _CHUNKS, _STEP_HEADS, _HEAD_DIM, _HEAD_DIM)
+
+  def run(arrays, states, d_o, d_final):
+    settings = _choose_settings(arrays)
+    if settings.chunk != chunk or settings.heads != _STEP_HEADS:
+      raise ValueError(f'{topology} runs {settings}, not {chunk} tokens a step')
+    flat = mosaic_tpu_op.flatten(arrays)
+    return mosaic_tpu_bwd.backward_call(
+      settings, *flat, states, d_o.reshape(flat.v.shape), d_final
+    )
+
+  return ScheduledKernel(
+    name='bwd',
+    function=run,
+    arguments=(
+      arrays,
+      jax.ShapeDtypeStruct(states, jnp.bfloat16),
+      arrays.v_BTHV,
+      jax.ShapeDtypeStruct((1, *states[2:]), jnp.float32),
+    ),
+    step_token_heads={'kda_backward': chunk * _STEP_HEADS},
+    token_heads=_CHUNKS * chunk * _STEP_HEADS,
+    chunk=chunk,
+    # q, k, v, g, dO, the states, and the gradients of q, k, v and g.
+    hbm_bytes=2 * (9 * _HEAD_DIM + _HEAD_DIM**2 // chunk + 2),
+  )
+
+
+def _decode(topology: str) -> ScheduledKernel:
+  """One token of 16 requests, float32 states."""
+  requests, slots = 16, 32
+  shapes = _operands(1, _HEADS)
+  arrays = shapes._replace(
+    **{
+      name: jax.ShapeDtypeStruct((requests, *x.shape[1:]), x.dtype)
+      for name, x in shapes._asdict().items()
+      if name in ('q_BTHK', 'k_BTHK', 'v_BTHV', 'g_BTHK', 'beta_BTH')
+    }
   )
   states = jax.ShapeDtypeStruct(
     (slots, _HEADS, _HEAD_DIM, _HEAD_DIM), jnp.float32
   )
-  config = operands.KdaConfig(
-    lower_bound=-5.0,
-    scale=_HEAD_DIM**-0.5,
-    qk_l2norm=True,
-    beta_sigmoid=True,
-    allow_neg_eigval=False,
-    gate_in_kernel=True,
-    precision='highest',
-  )
+  config = dataclasses.replace(_CONFIG, precision='highest')
   # Cores of a device share the heads of each request.
   cores = tpu_generations.find_generation(topology).cores_per_device
   state_bytes = 2 * 4 * _HEAD_DIM**2
@@ -98,4 +187,4 @@ def build_kernels(topology: str) -> list[ScheduledKernel]:
   Args:
     topology: as 'v6e:2x2'.
   """
-  return [_decode(topology)]
+  return [_forward(topology), _backward(topology), _decode(topology)]
