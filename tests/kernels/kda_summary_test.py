@@ -65,7 +65,7 @@ class SummaryKernelTest(parameterized.TestCase):
   def check(
     self, inputs, d_o, options, bound, ids=None, previous_ids=None, **kernel
   ):
-    """Compares with the reference, in float32 on the same values."""
+    """M and dN, compared with the reference in float32 on the same values."""
     options = tuple(options.items())
     exact = {name: x.astype(jnp.float32) for name, x in inputs.items()}
     (M, N), d_N = summarize(
@@ -85,29 +85,26 @@ class SummaryKernelTest(parameterized.TestCase):
       }
     for name, error in errors.items():
       self.assertLess(error, bound, f'{name}: {errors}')
-    return M, d_N
+    return got.M, got_d_N
 
   def test_documents_padding_and_odd_heads(self):
-    ids = np.ones((3, 150), np.int32)
+    ids = np.ones((2, 110), np.int32)
     # A boundary in the second chunk; padding before, between and at the end.
     ids[0, :5] = ids[0, 70:75] = 0
     ids[0, 90:] = 2
-    # One document with padding inside, and one that is padding after its first.
-    ids[1, 40:70] = ids[1, 140:] = 0
-    ids[2, 20:] = 0
-    spec = arg_specs.ArgSpec(3, 150, 1, 3, 64, 32)
+    # One document with padding inside, and a chunk of nothing but padding.
+    ids[1, 40:45] = ids[1, 64:] = 0
     M, d_N = self.check(
-      *make_inputs(spec),
+      *make_inputs(arg_specs.ArgSpec(2, 110, 1, 3, 64, 32)),
       {'lower_bound': WEAK},
       2e-5,
       jnp.asarray(ids),
-      jnp.asarray([1, 1, 2], jnp.int32),
+      jnp.ones((2,), jnp.int32),
       heads=3,
     )
-    passes = np.any(np.asarray(M) != 0, axis=(1, 2, 3))
-    np.testing.assert_array_equal(passes, [False, True, False])
-    reads = np.any(np.asarray(d_N) != 0, axis=(1, 2, 3))
-    np.testing.assert_array_equal(reads, [True, True, False])
+    self.assertEqual(float(jnp.max(jnp.abs(M[0]))), 0.0)
+    self.assertTrue(bool(jnp.all(jnp.any(M[1] != 0, axis=(1, 2)))))
+    self.assertTrue(bool(jnp.all(jnp.any(d_N != 0, axis=(2, 3)))))
 
   def test_bfloat16(self):
     spec = arg_specs.ArgSpec(1, 128, 1, 2, 128, 128, 'bfloat16')
@@ -130,9 +127,10 @@ def make_documents(tokens):
   ids = np.ones((3, tokens), np.int32)
   # One boundary with padding behind it, boundaries at the end, and none.
   ids[0, 70:] = 2
-  ids[0, 74:100] = 0
+  ids[0, 74:125] = 0
   ids[1, 90:] = 3
-  ids[1, -30:] = 4
+  # With the last of four fragments.
+  ids[1, -40:] = 4
   ids[2, :3] = ids[2, -9:] = 0
   spec = arg_specs.ArgSpec(3, tokens, 1, 2, 32, 32)
   inputs, d_o = make_inputs(spec)
@@ -146,7 +144,7 @@ def make_documents(tokens):
 def run_with_gradients(
   inputs, h0, segment_ids, d_o, d_final, implementation, options
 ):
-  """Outputs, final state and their gradients' gradients of inputs and h0."""
+  """Outputs and final state, and the gradients of inputs and h0."""
 
   def call(inputs, h0):
     return kda(
