@@ -9,7 +9,6 @@ each other's waits for matrix results.
 import functools
 import math
 import types
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,60 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, kernel_weave, tile, varying
+from pallas_kernels.kda import gate, tile, varying
 from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
+from pallas_kernels.kda import mosaic_tpu_bwd_order as order
 from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
-
-
-class Head(NamedTuple):
-  """One value head of a grid step.
-
-  Attributes:
-    index: its number in the step.
-    q: its channels in blocks of q and k.
-    g: its channels in blocks of g.
-    v: its channels in blocks of v.
-    shares: whether other heads of the step read the same q and k.
-    first: whether it is the first of these.
-    last: whether it is the last of these.
-  """
-
-  index: int
-  q: slice
-  g: slice
-  v: slice
-  shares: bool
-  first: bool
-  last: bool
-
-
-def _make_heads(settings, groups: int, num_keys: int, num_values: int):
-  heads, shared = [], min(groups, settings.heads)
-  for h in range(settings.heads):
-    key_head = h // groups
-    heads.append(
-      Head(
-        h,
-        slice(key_head * num_keys, (key_head + 1) * num_keys),
-        slice(h * num_keys, (h + 1) * num_keys),
-        slice(h * num_values, (h + 1) * num_values),
-        shared > 1,
-        h % shared == 0,
-        h % shared == shared - 1,
-      )
-    )
-  return heads
-
-
-def _run_head(step, head, own, d_state):
-  yield from stages.prepare(step, head, own)
-  yield from stages.score(step, head, own)
-  yield from grads.substitute(step, own)
-  yield from grads.merge(step, own)
-  state = step.blocks['states'].at[0, 0, head.index]
-  parts = yield from grads.solve(step, head, own, state, d_state)
-  yield from grads.pull_scores(step, own, parts)
-  yield from grads.finish(step, head, own)
+from pallas_kernels.kda.mosaic_tpu_views import ENTRY, REAL
 
 
 def _kernel(*refs, settings, names, scratch_names, own_names, groups):
@@ -80,8 +30,12 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
   for name in ('d_q_sum', 'd_k_sum'):
     blocks[name] = refs.get(name)
   state_ref = refs['d_state']
-  t, chunks = pl.program_id(2), pl.num_programs(2)
-  chunk = chunks - 1 - t
+  t, chunks = pl.program_id(2), pl.num_programs(2) - 1
+  # The last step only finishes: it repeats the one before in all else, from the
+  # same gradient of the state, and so writes what is already there.
+  turn = jnp.minimum(t, chunks - 1)
+  chunk = chunks - 1 - turn
+  buffer, exit_slot = lax.rem(t, 2), lax.rem(turn, 2)
   ends, begins = t == 0, chunk == 0
   if settings.sequences:
     sequence_ref = blocks['sequence']
@@ -97,54 +51,67 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       def fill(h, _, ref=ref):
         ref[h] = jnp.zeros(ref.shape[1:], ref.dtype)
 
-      lax.fori_loop(0, settings.heads, fill, None)
+      lax.fori_loop(0, ref.shape[0], fill, None)
+    for name in ('numbers', 'later'):
+      if name in refs:
+        refs[name][...] = jnp.zeros_like(refs[name])
     if 'd_gate' in blocks:
       blocks['d_gate'][...] = jnp.zeros_like(blocks['d_gate'])
 
   @pl.when(ends)
   def _():
     def fill(h, _):
-      state_ref[h] = blocks['d_final'][0, h]
+      state_ref[exit_slot, h] = blocks['d_final'][0, h]
 
     lax.fori_loop(0, settings.heads, fill, None)
 
   beta = blocks['beta'][0, 0, 0]
   real = None
   if settings.packed:
-    real = blocks['tokens'][0, 0, stages.REAL : stages.REAL + 1] != 0
+    real = blocks['tokens'][0, 0, REAL : REAL + 1] != 0
     beta = jnp.where(real, beta, 0.0)
   strength = gate.write_strength(beta, settings.kda)
-  numbers = later = None
   if settings.packed:
     strength = jnp.where(real, strength, 0.0)
-    refs['numbers'][...] = jnp.transpose(blocks['tokens'][0, 0])
-    numbers = refs['numbers']
+    refs['numbers'][buffer] = jnp.transpose(blocks['tokens'][0, 0])
   refs['strengths'][...] = jnp.transpose(strength)
   later = blocks['sums'].at[settings.chunk + 8 :]
-  step = stages.Step(
-    blocks,
-    settings,
-    refs['strengths'],
-    numbers,
-    later,
-    refs['d_strengths'],
-  )
-  if settings.packed:
-    step.later = refs['later']
-    step.mask_later(later)
-  num_keys, num_values = state_ref.shape[1:]
-  heads = _make_heads(settings, groups, num_keys, num_values)
 
-  def own_scratch(h):
-    own = {name: refs[name].at[h] for name in own_names}
+  def make_step(buffer):
+    packed = settings.packed
+    return stages.Step(
+      blocks,
+      settings,
+      refs['strengths'],
+      refs['numbers'].at[buffer] if packed else None,
+      refs['later'].at[buffer] if packed else later,
+      refs['d_strengths'],
+    )
+
+  step, last_step = make_step(buffer), make_step(1 - buffer)
+  if settings.packed:
+    step.mask_later(later)
+  num_keys, num_values = state_ref.shape[2:]
+
+  def own_scratch(h, buffer):
+    own = {}
+    for name in own_names:
+      kept = name in stages.KEPT
+      own[name] = refs[name].at[h + buffer * settings.heads if kept else h]
     return types.SimpleNamespace(**own)
 
-  turns = kernel_weave.take_turns(
-    _run_head(step, head, own_scratch(head.index), state_ref.at[head.index])
-    for head in heads
-  )
-  for _ in turns:
-    pass
+  works = [
+    order.Work(
+      head,
+      own_scratch(head.index, buffer),
+      own_scratch(head.index, 1 - buffer),
+      blocks['states'].at[0, 0, head.index],
+      state_ref.at[exit_slot, head.index],
+      state_ref.at[1 - exit_slot, head.index],
+    )
+    for head in order.make_heads(settings, groups, num_keys, num_values)
+  ]
+  order.run_step(step, last_step, works)
 
   d_beta = jnp.transpose(refs['d_strengths'][...])
   if settings.kda.beta_sigmoid:
@@ -156,7 +123,7 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
   @pl.when(begins)
   def _():
     def copy(h, _):
-      blocks['d_h0'][0, h] = state_ref[h]
+      blocks['d_h0'][0, h] = state_ref[1 - exit_slot, h]
 
     lax.fori_loop(0, settings.heads, copy, None)
 
@@ -215,6 +182,8 @@ def backward_call(
   shared = max(groups // heads, 1)
   f32, dtype = jnp.float32, q.dtype
 
+  parts = 1 if settings.exact else 2
+  sums = stages.sums_matrix(chunk, parts)
   log2_e = math.log2(math.e)
   bits = -settings.kda.lower_bound * log2_e
   inputs = {
@@ -228,24 +197,25 @@ def backward_call(
     ),
     'rate': -log2_e * rate,
     'shift': -log2_e * rate * bias - math.log2(bits),
-    'sums': jnp.asarray(stages.sums_matrix(chunk), settings.operand),
+    'sums': jnp.asarray(sums, settings.operand),
     'states': states,
     'd_o': d_o,
     'd_final': d_final,
   }
   if settings.packed:
     numbers = jnp.broadcast_to(entry[..., None], (batch, chunks, chunk))
-    inputs['tokens'] = tokens.at[:, :, stages.ENTRY].set(numbers)
+    inputs['tokens'] = tokens.at[:, :, ENTRY].set(numbers)
   scalars = {'sequence': sequence} if settings.sequences else {}
   axes = varying.varying_axes((inputs, scalars))
   inputs, scalars = varying.vary_over((inputs, scalars), axes)
 
-  def chunk_of(t):
-    return chunks - 1 - t
+  def chunk_of(t, age=0):
+    return chunks - 1 - jnp.clip(t - age, 0, chunks - 1)
 
-  def along_tokens(width, shared=1):
+  def along_tokens(width, shared=1, age=0):
     return pl.BlockSpec(
-      (1, chunk, width), lambda b, h, t, *_: (b, chunk_of(t), h // shared)
+      (1, chunk, width),
+      lambda b, h, t, *_: (b, chunk_of(t, age), lax.div(h, shared)),
     )
 
   def state_index(b, h, t, *scalars):
@@ -268,7 +238,7 @@ def backward_call(
     'beta': betas,
     'rate': channels,
     'shift': channels,
-    'sums': pl.BlockSpec((2 * chunk + 8, chunk), lambda b, h, t, *_: (0, 0)),
+    'sums': pl.BlockSpec(sums.shape, lambda b, h, t, *_: (0, 0)),
     'states': pl.BlockSpec(
       (1, *state), lambda b, h, t, *_: (b, chunk_of(t), h, 0, 0)
     ),
@@ -283,13 +253,13 @@ def backward_call(
   qk_out = (
     (batch, num_tokens, width),
     dtype if shared == 1 else f32,
-    along_tokens(block_key_heads * num_keys),
+    along_tokens(block_key_heads * num_keys, age=1),
   )
   outputs = {
     'd_q': qk_out,
     'd_k': qk_out,
     'd_v': (v.shape, v.dtype, values),
-    'd_g': (g.shape, g.dtype, gates),
+    'd_g': (g.shape, g.dtype, along_tokens(heads * num_keys, age=1)),
     'd_beta': (inputs['beta'].shape, f32, betas),
     'd_h0': (d_final.shape, f32, pl.BlockSpec(state, state_index)),
   }
@@ -299,19 +269,20 @@ def backward_call(
       f32,
       pl.BlockSpec((1, 8, heads * num_keys), lambda b, h, t, *_: (b, 0, h)),
     )
-  own = stages.scratch_shapes(settings, num_keys, num_values)
+  own = stages.scratch_shapes(settings, num_keys, num_values, g.dtype)
   scratch = {
-    name: ((heads, *shape), dtype) for name, (shape, dtype) in own.items()
+    name: ((heads * (2 if name in stages.KEPT else 1), *shape), kind)
+    for name, (shape, kind) in own.items()
   }
-  scratch['d_state'] = ((heads, num_keys, num_values), f32)
+  scratch['d_state'] = ((2, heads, num_keys, num_values), f32)
   scratch['strengths'] = ((chunk, heads), f32)
   scratch['d_strengths'] = ((chunk, heads), f32)
   if min(groups, heads) > 1:
     width = block_key_heads * num_keys
     scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), f32)
   if settings.packed:
-    scratch['numbers'] = ((chunk, 8), jnp.int32)
-    scratch['later'] = ((chunk, chunk), settings.operand)
+    scratch['numbers'] = ((2, chunk, 8), jnp.int32)
+    scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]
   cells = batch * num_tokens * value_heads
@@ -334,7 +305,7 @@ def backward_call(
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(scalars),
-      grid=(batch, blocks, chunks),
+      grid=(batch, blocks, chunks + 1),
       in_specs=[specs[name] for name in inputs],
       out_specs=[spec for _, _, spec in outputs.values()],
       scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],

@@ -15,11 +15,7 @@ from pallas_kernels.kda.mosaic_tpu_bwd_stages import (
   AT_STEP,
   AT_TOTAL,
   COLUMNS_BY_COLUMNS,
-  DOCUMENT,
-  ROWS_BY_ROWS,
-  TILE,
   Step,
-  dot,
   iota,
   own_rows,
   pair_rows,
@@ -27,7 +23,14 @@ from pallas_kernels.kda.mosaic_tpu_bwd_stages import (
   prefix_rows,
   refines,
   split,
-  tile_rows,
+)
+from pallas_kernels.kda.mosaic_tpu_views import (
+  DOCUMENT,
+  LANES,
+  ROWS_BY_ROWS,
+  TILE,
+  dot,
+  rows_of,
 )
 
 
@@ -56,22 +59,29 @@ class Gradients(NamedTuple):
   h0: jax.Array
 
 
-class ReadGradients(NamedTuple):
-  """Float32 gradients of what touches states and values.
+def dot_sum(pairs) -> jax.Array:
+  """Sum of the products of pairs of operands, by columns of the left ones.
 
-  Attributes:
-    scores: [2 C, C] of scores, queries and keys alternating by tiles.
-    rest: [C, C] to be added for the queries, or None.
-    read: [2 C, K] of the entry views.
-    leaving: [C, K] of the exit view.
-    total: [1, K] of the decay of the whole chunk.
+  As one product, in which only the matrix unit adds, if the columns fill whole
+  registers.
   """
+  if all(left.shape[1] % LANES == 0 for left, _ in pairs):
+    left = jnp.concatenate([left for left, _ in pairs], axis=1)
+    return dot(left, jnp.concatenate([right for _, right in pairs]))
+  return sum(dot(left, right) for left, right in pairs)
 
-  scores: jax.Array
-  rest: jax.Array | None
-  read: jax.Array
-  leaving: jax.Array
-  total: jax.Array
+
+def dot_each(left: jax.Array, rights) -> list[jax.Array]:
+  """Products with the transposes of arrays [n, k], as one product if aligned.
+
+  A matrix unit of 256 columns takes two arrays in the time of one.
+  """
+  sizes = [right.shape[0] for right in rights]
+  if any(size % LANES for size in sizes):
+    return [dot(left, right, ROWS_BY_ROWS) for right in rights]
+  joined = dot(left, jnp.concatenate(rights), ROWS_BY_ROWS)
+  starts = [sum(sizes[:i]) for i in range(len(sizes))]
+  return [joined[:, a : a + n] for a, n in zip(starts, sizes)]
 
 
 def substitute(step: Step, own):
@@ -96,7 +106,7 @@ def substitute(step: Step, own):
     yield
   inverse = jnp.concatenate([above, below]).astype(own.inverse.dtype)
   for i in range(chunk // TILE):
-    own.inverse[tile_rows(i), tile_rows(i)] = inverse[:, tile_rows(i)]
+    own.inverse[rows_of(i), rows_of(i)] = inverse[:, rows_of(i)]
   yield
 
 
@@ -125,128 +135,149 @@ def merge(step: Step, own):
       own.inverse[place, left] = product[j * size : (j + 1) * size, left]
 
 
-def solve(step: Step, head, own, state, d_state):
-  """New values, gradients of writes and of the entry state.
+def read(step: Step, head, own, state, d_exit):
+  """Writes before the solve, and what new values get from outputs and exit.
 
   Args:
     step: the grid step.
     head: the head's columns.
     own: the head's scratch.
     state: reference of the entry state [K, V].
-    d_state: reference of the gradient of the exit state, float32 [K, V], in
-      whose place that of the entry state comes.
-
-  Returns:
-    ReadGradients.
+    d_exit: reference of the gradient of the exit state, float32 [K, V].
   """
   settings = step.settings
   chunk, operand = settings.chunk, settings.operand
   tiles, num_values = chunk // TILE, own.write.shape[-1]
-  d_o = step.load('d_o', slice(None), head.v).astype(operand)
   keys = jnp.concatenate([own.entry[pair_rows(i)[1]] for i in range(tiles)])
-  read = dot(keys, state[...])
-  d_values = dot(own.qk[...], d_o, COLUMNS_BY_COLUMNS)
-  d_exit = d_state[...].astype(operand)
-  d_values += dot(own.leaving[...], d_exit)
+  known = dot(keys, state[...])
+  yield
+  d_o = step.load('d_o', slice(None), head.v).astype(operand)
+  pairs = [(own.leaving[...], d_exit[...].astype(operand))]
+  for part in range(0, own.qk.shape[0], chunk):
+    pairs.append((jnp.transpose(own.qk[part : part + chunk]), d_o))
+  own.d_values[...] = dot_sum(pairs)
   yield
   for i in range(tiles):
-    rows = tile_rows(i)
-    error = step.load('v', rows, head.v) - read[rows]
+    rows = rows_of(i)
+    error = step.load('v', rows, head.v) - known[rows]
+    if not settings.kda.beta_sigmoid:
+      own.error[rows] = error
     write = own.beta[rows, :num_values] * error
     own.write[rows] = write.astype(operand)
     if refines(settings):
       own.write_exact[rows] = write
     own.outer[pair_rows(i)[0]] = d_o[rows]
-  yield
+    if i % 2:
+      yield
+
+
+def solve(step: Step, head, own):
+  """New values, and gradients of writes, values and write strengths."""
+  settings = step.settings
+  chunk, operand = settings.chunk, settings.operand
+  tiles, num_values = chunk // TILE, own.write.shape[-1]
   values = dot(own.inverse[...], own.write[...])
-  d_write = dot(own.inverse[...], d_values.astype(operand), COLUMNS_BY_COLUMNS)
+  d_values = own.d_values[...].astype(operand)
+  d_write = dot(own.inverse[...], d_values, COLUMNS_BY_COLUMNS)
   yield
   if refines(settings):
     own.values[...] = values.astype(operand)
     own.write[...] = d_write.astype(operand)
-    product = dot(own.lower[...], own.values[...])
-    d_product = dot(own.lower[:chunk], own.write[...], COLUMNS_BY_COLUMNS)
-    d_product += dot(own.lower[chunk:], own.write[...], COLUMNS_BY_COLUMNS)
+    lower = [own.lower[part : part + chunk] for part in (0, chunk)]
+    product = dot_sum([(x, own.values[...]) for x in lower])
+    d_product = dot_sum([(jnp.transpose(x), own.write[...]) for x in lower])
     yield
     values = own.values[...].astype(jnp.float32)
-    product = product[:chunk] + product[chunk:]
     residual = own.write_exact[...] - values - product
     d_write = own.write[...].astype(jnp.float32)
-    d_residual = d_values - d_write - d_product
+    d_residual = own.d_values[...] - d_write - d_product
     values += dot(own.inverse[...], residual.astype(operand))
     d_write += dot(
       own.inverse[...], d_residual.astype(operand), COLUMNS_BY_COLUMNS
     )
     yield
   for i in range(tiles):
-    rows = tile_rows(i)
+    rows = rows_of(i)
     d_v = own.beta[rows, :num_values] * d_write[rows]
     step.blocks['d_v'][0, rows, head.v] = d_v.astype(step.blocks['d_v'].dtype)
     own.outer[pair_rows(i)[1]] = (-d_v).astype(operand)
     own.values[rows] = values[rows].astype(operand)
+    if refines(settings):
+      rest = values[rows] - own.values[rows].astype(jnp.float32)
+      own.rest[rows] = rest.astype(operand)
   yield
   if settings.kda.beta_sigmoid:
     corrected = values
   else:
     parts = split(values, settings)
-    corrected = step.load('v', slice(None), head.v) - read
+    corrected = own.error[...]
     corrected -= dot(own.kk[:chunk], parts[0])
     if not settings.exact:
       corrected -= dot(own.kk[chunk:], parts[0]) + dot(own.kk[:chunk], parts[1])
   for i in range(tiles):
-    product = d_write[tile_rows(i)] * corrected[tile_rows(i)]
-    step.d_strengths[tile_rows(i), head.index : head.index + 1] = jnp.sum(
+    product = d_write[rows_of(i)] * corrected[rows_of(i)]
+    step.d_strengths[rows_of(i), head.index : head.index + 1] = jnp.sum(
       product, axis=-1, keepdims=True
     )
   yield
-  d_scores = dot(own.outer[...], own.values[...], ROWS_BY_ROWS)
-  d_rest = None
+
+
+# Steps of `pull_scores` that only multiply what `solve` left.
+PULLED_TOGETHER = 2
+
+
+def pull_scores(step: Step, own, state, d_exit, d_entry):
+  """Gradients of the views of queries and keys, in their tiles' anchors.
+
+  Args:
+    step: the grid step.
+    own: the head's scratch.
+    state: as in `read`.
+    d_exit: as in `read`.
+    d_entry: reference that takes the gradient of the entry state.
+  """
+  settings = step.settings
+  chunk, operand = settings.chunk, settings.operand
+  tiles, num_values = chunk // TILE, own.write.shape[-1]
+  all_scores, all_read = dot_each(own.outer[...], [own.values[...], state[...]])
   if refines(settings):
-    rest = (values - own.values[...].astype(jnp.float32)).astype(operand)
-    d_rest = dot(d_o, rest, ROWS_BY_ROWS)
+    d_o = [own.outer[pair_rows(i)[0]] for i in range(tiles)]
+    rest = dot(jnp.concatenate(d_o), own.rest[...], ROWS_BY_ROWS)
+  # Ones sum up the gradient of the decay along with the gradient of K^.
+  product = (state[...].astype(jnp.float32) * d_exit[...]).astype(operand)
+  ones = jnp.ones((TILE, num_values), operand)
+  left = jnp.concatenate([own.values[...], ones])
+  right = [d_exit[...].astype(operand), product]
+  leaving, total = dot_each(left, right)
   yield
-  d_read = dot(own.outer[...], state[...], ROWS_BY_ROWS)
-  d_leaving = dot(own.values[...], d_exit, ROWS_BY_ROWS)
-  yield
-  product = (state[...].astype(jnp.float32) * d_state[...]).astype(operand)
-  ones = jnp.ones((8, num_values), operand)
-  d_total = dot(ones, product, ROWS_BY_ROWS)
-  d_state[...] = own.total[...] * d_state[...] + dot(
+  d_entry[...] = own.total[...] * d_exit[...] + dot(
     own.entry[...], own.outer[...], COLUMNS_BY_COLUMNS
   )
   yield
-  return ReadGradients(d_scores, d_rest, d_read, d_leaving, d_total[0:1])
-
-
-def pull_scores(step: Step, own, grads: ReadGradients):
-  """Gradients of decayed queries and keys, each in its tile's anchor."""
-  settings = step.settings
-  chunk, operand = settings.chunk, settings.operand
-  tiles = chunk // TILE
   leave = own.factors[AT_LEAVE : AT_LEAVE + 1]
   sums, d_keys = None, []
   for i in range(tiles):
-    rows = tile_rows(i)
-    d_keys.append(step.select_exit(rows, grads.leaving[rows] * leave))
+    rows = rows_of(i)
+    d_keys.append(step.select_exit(rows, leaving[rows] * leave))
     start = prefix_row(tiles - 1) + TILE * i
     product = own.prefixes[start : start + TILE].astype(jnp.float32) * d_keys[i]
     sums = product if sums is None else sums + product
-  total = grads.total * own.factors[AT_TOTAL : AT_TOTAL + 1]
+  total = total[chunk : chunk + 1] * own.factors[AT_TOTAL : AT_TOTAL + 1]
   own.tail[0:1] = total + jnp.sum(sums, axis=0, keepdims=True)
   yield
   for i in reversed(range(tiles)):
     place, width = TILE * i, TILE * (i + 1)
     both = slice(2 * place, 2 * width)
-    scores = grads.scores[both, :width]
-    if grads.rest is not None:
-      queries = scores[:TILE] + grads.rest[tile_rows(i), :width]
+    scores = all_scores[both, :width]
+    if refines(settings):
+      queries = scores[:TILE] + rest[rows_of(i), :width]
       scores = jnp.concatenate([queries, scores[TILE:]])
     row, lane = iota(scores.shape, 0), iota(scores.shape, 1)
     # The last row of the queries is row 15, of the keys row 14: theirs are
     # strictly lower.
     allowed = lane - place <= jnp.where(row < TILE, row, row - TILE - 1)
     if step.numbers is not None:
-      number = step.number(tile_rows(i), DOCUMENT, width)
+      number = step.number(rows_of(i), DOCUMENT, width)
       allowed &= jnp.concatenate([number, number]) == jnp.broadcast_to(
         step.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1, :width],
         scores.shape,
@@ -266,13 +297,13 @@ def pull_scores(step: Step, own, grads: ReadGradients):
     yield
     entry = own.factors[AT_ENTRY + i : AT_ENTRY + i + 1]
     for half, rows in enumerate(pair_rows(i)):
-      d_read = step.select_entry(tile_rows(i), grads.read[rows] * entry)
-      own.d_left[rows] = d_left[tile_rows(half)] + d_read
+      d_read = step.select_entry(rows_of(i), all_read[rows] * entry)
+      own.d_left[rows] = d_left[rows_of(half)] + d_read
     for j in range(i + 1):
       if i < tiles - 1:
         d_keys[j] = d_keys[j] * own.factors[AT_STEP + i + 1 : AT_STEP + i + 2]
-      d_keys[j] = d_keys[j] + d_prefix[tile_rows(j)]
-    own.d_keys[tile_rows(i)] = d_keys[i]
+      d_keys[j] = d_keys[j] + d_prefix[rows_of(j)]
+    own.d_keys[rows_of(i)] = d_keys[i]
     yield
 
 
@@ -300,7 +331,7 @@ def finish(step: Step, head, own):
   num_keys = own.left.shape[-1]
   parts = []
   for i in range(tiles):
-    rows, (q_rows, k_rows) = tile_rows(i), pair_rows(i)
+    rows, (q_rows, k_rows) = rows_of(i), pair_rows(i)
     d_q, d_k, d_key = own.d_left[q_rows], own.d_left[k_rows], own.d_keys[rows]
     by_q = own.left[q_rows].astype(f32) * d_q
     by_k = own.left[k_rows].astype(f32) * d_k
@@ -315,7 +346,7 @@ def finish(step: Step, head, own):
     if kda.qk_l2norm:
       along_q = jnp.sum(by_q, axis=-1, keepdims=True)
       along_k = jnp.sum(by_k + by_key, axis=-1, keepdims=True)
-      q, k = step.load('q', rows, head.q), step.load('k', rows, head.q)
+      q, k = own.q[rows].astype(f32), own.k[rows].astype(f32)
       q_root, k_root = own.q_root[rows], own.k_root[rows]
       d_q = q_root * (d_q - q * (q_root * along_q))
       d_k = k_root * (d_k - k * (k_root * along_k))
@@ -323,12 +354,14 @@ def finish(step: Step, head, own):
     _store_qk_gradient(step, head, 'd_k', rows, d_k)
     yield
   later = step.later[...]
-  d_decay = sum(dot(later, jnp.concatenate(part)) for part in zip(*parts))
+  d_decay = dot(
+    later, jnp.concatenate([x for part in zip(*parts) for x in part])
+  )
   yield
   target = step.blocks['d_g']
   sums = [jnp.zeros((TILE, num_keys), f32) for _ in range(2)]
   for i in range(tiles):
-    rows = tile_rows(i)
+    rows = rows_of(i)
     d_g = d_decay[rows]
     if kda.gate_in_kernel:
       # rate is -log2(e) times the gate's; the slope is in bits.
@@ -337,7 +370,7 @@ def finish(step: Step, head, own):
     d_g = step.select_real(rows, d_g)
     if kda.gate_in_kernel:
       sums[0] += d_g
-      sums[1] += d_g * step.load('g', rows, head.g)
+      sums[1] += d_g * own.g[rows].astype(f32)
     target[0, rows, head.g] = d_g.astype(target.dtype)
     if i % 2:
       yield

@@ -23,23 +23,21 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import gate, tile_scores
+from pallas_kernels.kda.mosaic_tpu_views import (
+  DOCUMENT,
+  ENTRY,
+  REAL,
+  ROWS_BY_ROWS,
+  TILE,
+  dot,
+  rows_of,
+)
 
-TILE = 16
-DOCUMENT, REAL, ENTRY = range(3)
-
-ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
-ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
 COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))
 
-# Rows of the scratch `factors`, all [.., K]; the first four are one per tile.
-AT_ENTRY, AT_ANCHOR, AT_STEP, AT_LEAVE, AT_TOTAL, FACTOR_ROWS = (
-  0,
-  8,
-  16,
-  24,
-  32,
-  40,
-)
+# Rows of the scratch `factors`, all [.., K]; the first three one per tile.
+AT_ENTRY, AT_ANCHOR, AT_STEP, AT_LEAVE, AT_TOTAL = range(0, 40, 8)
+FACTOR_ROWS = 40
 
 _LOG2_E = math.log2(math.e)
 _REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
@@ -47,18 +45,6 @@ _REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
 # vanished in float32, its reciprocal has not.
 _LARGEST_EXPONENT = 120.0
 _LOW_HALF = -(2**16)
-
-
-def dot(a: jax.Array, b: jax.Array, dims=ROWS_BY_COLUMNS) -> jax.Array:
-  """Product summed in float32; float32 operands are not rounded."""
-  exact = a.dtype == jnp.float32
-  return lax.dot_general(
-    a,
-    b,
-    dims,
-    precision=lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )
 
 
 def split(x: jax.Array, settings) -> tuple[jax.Array, ...]:
@@ -73,28 +59,25 @@ def split(x: jax.Array, settings) -> tuple[jax.Array, ...]:
   return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def sums_matrix(chunk: int) -> np.ndarray:
-  """0/1 matrix [2 C + 8, C] of all sums over tokens.
+def sums_matrix(chunk: int, parts: int) -> np.ndarray:
+  """0/1 matrix [2 C + 8, parts * C] of all sums over tokens.
 
   Rows are, for each row the sum inside its tile without the tile's first row;
   for each tile the sum up to its first row, padded to 8; for each row the sum
-  from it to the chunk's end.
+  from it to the chunk's end. Columns are repeated for each part of a summand.
   """
   row, column = np.arange(chunk)[:, None], np.arange(chunk)[None]
   inner = (row // TILE == column // TILE) & (column % TILE > 0)
   tiles = np.arange(8)[:, None]
   entry = (column <= tiles * TILE) & (tiles < chunk // TILE)
-  parts = (inner & (column <= row), entry, column >= row)
-  return np.concatenate(parts).astype(np.float32)
-
-
-def tile_rows(i: int) -> slice:
-  return slice(i * TILE, (i + 1) * TILE)
+  kinds = (inner & (column <= row), entry, column >= row)
+  matrix = np.concatenate(kinds).astype(np.float32)
+  return np.tile(matrix, (1, parts))
 
 
 def pair_rows(i: int) -> tuple[slice, slice]:
   """Rows of tile i where its queries and its keys alternate."""
-  return tile_rows(2 * i), tile_rows(2 * i + 1)
+  return rows_of(2 * i), rows_of(2 * i + 1)
 
 
 def prefix_row(i: int) -> int:
@@ -129,11 +112,20 @@ def refines(settings) -> bool:
   return settings.level in (1, 2)
 
 
-def scratch_shapes(settings, num_keys: int, num_values: int) -> dict:
+# What the gradients of q, k and g still need when the next chunk is prepared.
+KEPT = (
+  *('left', 'prefixes', 'grow', 'shrink', 'slope', 'q_root', 'k_root'),
+  *('q', 'k', 'g'),
+)
+
+
+def scratch_shapes(
+  settings, num_keys: int, num_values: int, gate_dtype
+) -> dict:
   """Shape and dtype by name of what one head keeps between stages."""
   f32, operand, chunk = jnp.float32, settings.operand, settings.chunk
   lanes = max(num_values, num_keys, chunk)
-  tiles = chunk // TILE
+  tiles, parts = chunk // TILE, 2 if refines(settings) else 1
   shapes = {
     'left': ((2 * chunk, num_keys), operand),
     'entry': ((2 * chunk, num_keys), operand),
@@ -142,16 +134,20 @@ def scratch_shapes(settings, num_keys: int, num_values: int) -> dict:
     'grow': ((chunk, num_keys), f32),
     'shrink': ((chunk, num_keys), f32),
     'slope': ((chunk, num_keys), f32),
+    'q': ((chunk, num_keys), operand),
+    'k': ((chunk, num_keys), operand),
+    'g': ((chunk, num_keys), gate_dtype),
     'q_root': ((chunk, num_keys), f32),
     'k_root': ((chunk, num_keys), f32),
     'beta': ((chunk, lanes), f32),
     'factors': ((FACTOR_ROWS, num_keys), f32),
     'total': ((num_keys, num_values), f32),
     'tail': ((8, num_keys), f32),
-    'qk': ((chunk, chunk), operand),
+    'qk': ((parts * chunk, chunk), operand),
     'diagonal': ((TILE, chunk), f32),
     'inverse': ((chunk, chunk), operand),
     'write': ((chunk, num_values), operand),
+    'd_values': ((chunk, num_values), f32),
     'values': ((chunk, num_values), operand),
     'outer': ((2 * chunk, num_values), operand),
     'd_left': ((2 * chunk, num_keys), f32),
@@ -162,9 +158,11 @@ def scratch_shapes(settings, num_keys: int, num_values: int) -> dict:
     shapes[f'merged{level}'] = ((chunk, chunk), operand)
   if refines(settings):
     shapes['lower'] = ((2 * chunk, chunk), operand)
+    shapes['rest'] = ((chunk, num_values), operand)
     shapes['write_exact'] = ((chunk, num_values), f32)
   if not settings.kda.beta_sigmoid:
     shapes['kk'] = ((2 * chunk, chunk), operand)
+    shapes['error'] = ((chunk, num_values), f32)
   return shapes
 
 
@@ -210,8 +208,11 @@ class Step:
     row = self.number(slice(None), DOCUMENT, chunk)
     column = self.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1]
     same = row == jnp.broadcast_to(column, (chunk, chunk))
-    later = later_ref[...].astype(jnp.float32)
-    self.later[...] = jnp.where(same, later, 0.0).astype(self.later.dtype)
+    for part in range(0, self.later.shape[1], chunk):
+      columns = slice(part, part + chunk)
+      later = later_ref[:, columns].astype(jnp.float32)
+      later = jnp.where(same, later, 0.0)
+      self.later[:, columns] = later.astype(self.later.dtype)
 
   def select_entry(self, rows: slice, x: jax.Array) -> jax.Array:
     """Zeroes rows of other documents than that of the entry state."""
@@ -248,8 +249,9 @@ def _inverse_root(x, settings):
 
 def _read_decay(step: Step, head, own, i: int) -> jax.Array:
   """Decay of a tile in bits; keeps its derivative for the last stage."""
-  rows, settings = tile_rows(i), step.settings
+  rows, settings = rows_of(i), step.settings
   logits = step.load('g', rows, head.g)
+  own.g[rows] = logits.astype(own.g.dtype)
   if not settings.kda.gate_in_kernel:
     return logits * -_LOG2_E
   bits = -settings.kda.lower_bound * _LOG2_E
@@ -270,13 +272,13 @@ def prepare(step: Step, head, own):
   tiles, num_keys = chunk // TILE, own.left.shape[-1]
   parts = []
   for i in range(tiles):
-    rows = tile_rows(i)
+    rows = rows_of(i)
     parts.append(split(_read_decay(step, head, own, i), settings))
     strength = step.strengths[rows, head.index : head.index + 1]
     own.beta[rows] = jnp.broadcast_to(strength, (TILE, own.beta.shape[1]))
     yield
   sums = step.blocks['sums'][: chunk + 8]
-  bits = sum(dot(sums, jnp.concatenate(part)) for part in zip(*parts))
+  bits = dot(sums, jnp.concatenate([x for part in zip(*parts) for x in part]))
   yield
   entry = bits[chunk:]
   whole = jnp.floor(entry)
@@ -294,11 +296,12 @@ def prepare(step: Step, head, own):
     total = jnp.where(carries, total, 0.0)
   own.factors[AT_TOTAL : AT_TOTAL + 8] = jnp.broadcast_to(total, (8, num_keys))
   for i in range(tiles):
-    rows, (q_rows, k_rows) = tile_rows(i), pair_rows(i)
+    rows, (q_rows, k_rows) = rows_of(i), pair_rows(i)
     exponent = own.factors[AT_ANCHOR + i : AT_ANCHOR + i + 1] - bits[rows]
     grow, shrink = jnp.exp2(exponent), jnp.exp2(-exponent)
     own.grow[rows], own.shrink[rows] = grow, shrink
     q, k = step.load('q', rows, head.q), step.load('k', rows, head.q)
+    own.q[rows], own.k[rows] = q.astype(operand), k.astype(operand)
     if settings.kda.qk_l2norm:
       roots = []
       for x in (q, k):
@@ -325,7 +328,7 @@ def score(step: Step, head, own):
   chunk, operand = settings.chunk, settings.operand
   tiles = chunk // TILE
   for i in range(tiles):
-    rows, width, place = tile_rows(i), TILE * (i + 1), TILE * i
+    rows, width, place = rows_of(i), TILE * (i + 1), TILE * i
     if i:
       moved = slice(prefix_row(i), prefix_row(i) + place)
       factor = own.factors[AT_STEP + i : AT_STEP + i + 1]
@@ -342,7 +345,13 @@ def score(step: Step, head, own):
         (TILE, width),
       )
       causal, strict = causal & same, strict & same
-    own.qk[rows, :width] = jnp.where(causal, strip[:TILE], 0.0).astype(operand)
+    qk = jnp.where(causal, strip[:TILE], 0.0)
+    if refines(settings):
+      for part, x in enumerate(split(qk, settings)):
+        start = part * chunk + place
+        own.qk[start : start + TILE, :width] = x
+    else:
+      own.qk[rows, :width] = qk.astype(operand)
     kk = jnp.where(strict, strip[TILE:], 0.0)
     if not settings.kda.beta_sigmoid:
       for part, x in enumerate(split(kk, settings)):
@@ -368,7 +377,7 @@ def score(step: Step, head, own):
   for i in range(tiles):
     start = prefix_row(tiles - 1) + TILE * i
     leaving = scale(own.prefixes[start : start + TILE], factor, settings)
-    own.leaving[tile_rows(i)] = step.select_exit(tile_rows(i), leaving)
+    own.leaving[rows_of(i)] = step.select_exit(rows_of(i), leaving)
   column = jnp.transpose(own.factors[AT_TOTAL : AT_TOTAL + 8])[:, 0:1]
   own.total[...] = jnp.broadcast_to(column, own.total.shape)
   yield
