@@ -121,7 +121,8 @@ def scratch_shapes(
   }
 
   def add_packed(name, count, rows):
-    shape, dtype = packed_rows.shape_of(rows, chunk, operand)
+    words = not settings.narrow
+    shape, dtype = packed_rows.shape_of(rows, chunk, operand, words)
     shapes[name] = (2, count, *shape), dtype
 
   add_packed('stack', heads, stacked)

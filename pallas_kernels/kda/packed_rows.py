@@ -2,7 +2,8 @@
 
 A store of some lanes of a bfloat16 reference is split by the compiler into
 halves of 8 rows, each rounded on its own. The same store of words is one
-instruction. References of other dtypes are read and written as they are.
+instruction, where turning rows into words is free: not on TPU v5. References
+of other dtypes are read and written as they are.
 """
 
 import jax
@@ -12,9 +13,18 @@ from jax.experimental.pallas import tpu as pltpu
 WORD = jnp.uint32
 
 
-def shape_of(rows: int, lanes: int, dtype) -> tuple[tuple[int, int], jnp.dtype]:
-  """Shape and dtype of a reference for rows of a dtype."""
-  if dtype == jnp.bfloat16:
+def shape_of(
+  rows: int, lanes: int, dtype, words: bool
+) -> tuple[tuple[int, int], jnp.dtype]:
+  """Shape and dtype of a reference for rows of a dtype.
+
+  Args:
+    rows: an even number.
+    lanes: of a row.
+    dtype: of the rows.
+    words: whether to keep bfloat16 as words.
+  """
+  if words and dtype == jnp.bfloat16:
     return (rows // 2, lanes), WORD
   return (rows, lanes), dtype
 

@@ -13,6 +13,7 @@ from pallas_kernels.kda import (
   mosaic_tpu_decode,
   mosaic_tpu_fwd,
   mosaic_tpu_op,
+  mosaic_tpu_summary,
   operands,
   tpu_generations,
 )
@@ -52,6 +53,7 @@ _HEAD_DIM = 128
 
 # Enough for a turn that is neither among the first nor among the last.
 _CHUNKS = 8
+_CHUNK = 128
 _STEP_HEADS = 8
 
 _CONFIG = operands.KdaConfig(
@@ -81,46 +83,49 @@ def _operands(tokens: int, heads: int) -> operands.Operands:
 
 
 def _choose_settings(arrays: operands.Operands) -> mosaic_tpu_fwd.TpuConfig:
-  """What the operator takes for these shapes on the mesh's device."""
+  """What the operator takes for these shapes on the mesh's device.
+
+  Raises:
+    ValueError: it is not what the figures are counted for.
+  """
   packing = operands.Packing(None, None, None)
-  return mosaic_tpu_op.choose_settings(arrays, packing, _CONFIG)
+  settings = mosaic_tpu_op.choose_settings(arrays, packing, _CONFIG)
+  if (settings.chunk, settings.heads) != (_CHUNK, _STEP_HEADS):
+    raise ValueError(
+      f'The kernels take {settings.chunk} tokens of {settings.heads} heads a '
+      f'step; figures are counted for {_CHUNK} of {_STEP_HEADS}.'
+    )
+  return settings
 
 
-def _forward(topology: str) -> ScheduledKernel:
+def _forward(_: str) -> ScheduledKernel:
   """The forward of documents that fill their rows, no state saved."""
-  chunk = 128
-  arrays = _operands(_CHUNKS * chunk, _STEP_HEADS)
+  arrays = _operands(_CHUNKS * _CHUNK, _STEP_HEADS)
 
   def run(arrays):
     settings = _choose_settings(arrays)
-    if settings.chunk != chunk or settings.heads != _STEP_HEADS:
-      raise ValueError(f'{topology} runs {settings}, not {chunk} tokens a step')
     flat = mosaic_tpu_op.flatten(arrays)
     return mosaic_tpu_fwd.forward_call(settings, *flat)
 
-  token_heads = _CHUNKS * chunk * _STEP_HEADS
   return ScheduledKernel(
     name='fwd',
     function=run,
     arguments=(arrays,),
-    step_token_heads={'kda_forward': chunk * _STEP_HEADS},
-    token_heads=token_heads,
-    chunk=chunk,
+    step_token_heads={'kda_forward': _CHUNK * _STEP_HEADS},
+    token_heads=_CHUNKS * _CHUNK * _STEP_HEADS,
+    chunk=_CHUNK,
     # q, k, v, g and o, and beta.
     hbm_bytes=5 * 2 * _HEAD_DIM + 2,
   )
 
 
-def _backward(topology: str) -> ScheduledKernel:
+def _backward(_: str) -> ScheduledKernel:
   """The backward, which recomputes all but the states before each chunk."""
-  chunk = 128
-  arrays = _operands(_CHUNKS * chunk, _STEP_HEADS)
+  arrays = _operands(_CHUNKS * _CHUNK, _STEP_HEADS)
   states = (1, _CHUNKS, _STEP_HEADS, _HEAD_DIM, _HEAD_DIM)
 
   def run(arrays, states, d_o, d_final):
     settings = _choose_settings(arrays)
-    if settings.chunk != chunk or settings.heads != _STEP_HEADS:
-      raise ValueError(f'{topology} runs {settings}, not {chunk} tokens a step')
     flat = mosaic_tpu_op.flatten(arrays)
     return mosaic_tpu_bwd.backward_call(
       settings, *flat, states, d_o.reshape(flat.v.shape), d_final
@@ -135,11 +140,54 @@ def _backward(topology: str) -> ScheduledKernel:
       arrays.v_BTHV,
       jax.ShapeDtypeStruct((1, *states[2:]), jnp.float32),
     ),
-    step_token_heads={'kda_backward': chunk * _STEP_HEADS},
-    token_heads=_CHUNKS * chunk * _STEP_HEADS,
-    chunk=chunk,
+    step_token_heads={'kda_backward': _CHUNK * _STEP_HEADS},
+    token_heads=_CHUNKS * _CHUNK * _STEP_HEADS,
+    chunk=_CHUNK,
     # q, k, v, g, dO, the states, and the gradients of q, k, v and g.
-    hbm_bytes=2 * (9 * _HEAD_DIM + _HEAD_DIM**2 // chunk + 2),
+    hbm_bytes=2 * (9 * _HEAD_DIM + _HEAD_DIM**2 // _CHUNK + 2),
+  )
+
+
+def _summary(_: str) -> ScheduledKernel:
+  """What a fragment makes of the state, for context parallelism."""
+  arrays = _operands(_CHUNKS * _CHUNK, _STEP_HEADS)
+
+  def run(arrays):
+    settings = _choose_settings(arrays)
+    _, *flat = mosaic_tpu_op.flatten(arrays)
+    return mosaic_tpu_summary.summary_call(settings, *flat)
+
+  return ScheduledKernel(
+    name='summary',
+    function=run,
+    arguments=(arrays,),
+    step_token_heads={'kda_summary': _CHUNK * _STEP_HEADS},
+    token_heads=_CHUNKS * _CHUNK * _STEP_HEADS,
+    chunk=_CHUNK,
+    # k, v and g, and beta.
+    hbm_bytes=3 * 2 * _HEAD_DIM + 2,
+  )
+
+
+def _summary_reverse(_: str) -> ScheduledKernel:
+  """The gradient of the state that enters a fragment, by its outputs."""
+  arrays = _operands(_CHUNKS * _CHUNK, _STEP_HEADS)
+
+  def run(arrays):
+    settings = _choose_settings(arrays)
+    # The gradients of the outputs come in the place of the values.
+    flat = mosaic_tpu_op.flatten(arrays)
+    return mosaic_tpu_summary.summary_reverse_call(settings, *flat)
+
+  return ScheduledKernel(
+    name='summary_reverse',
+    function=run,
+    arguments=(arrays,),
+    step_token_heads={'kda_summary_reverse': _CHUNK * _STEP_HEADS},
+    token_heads=_CHUNKS * _CHUNK * _STEP_HEADS,
+    chunk=_CHUNK,
+    # q, k, g and dO, and beta.
+    hbm_bytes=4 * 2 * _HEAD_DIM + 2,
   )
 
 
@@ -187,4 +235,7 @@ def build_kernels(topology: str) -> list[ScheduledKernel]:
   Args:
     topology: as 'v6e:2x2'.
   """
-  return [_forward(topology), _backward(topology), _decode(topology)]
+  return [
+    build(topology)
+    for build in (_forward, _backward, _summary, _summary_reverse, _decode)
+  ]
