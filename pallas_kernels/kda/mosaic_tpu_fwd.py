@@ -374,9 +374,10 @@ def forward_call(
       (1, 1, 8, chunk), lambda b, h, t, *_: (b, chunk_of(t, age), 0, 0)
     )
 
-  def state_index(b, h, t, *scalars):
-    row = scalars[0][chunk_of(t, 2)] if settings.sequences else b
-    return row, h, 0, 0
+  def state_index(b, h, t, *refs):
+    if settings.sequences:
+      b = dict(zip(scalars, refs))['sequence'][chunk_of(t, 2)]
+    return b, h, 0, 0
 
   state = (1, heads, num_keys, num_values)
   # Several blocks of value heads may share a head of q and k.
