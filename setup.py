@@ -12,6 +12,7 @@ setup(
   packages=find_packages(
     include=['hybrid_moe*', 'pallas_kernels*', 'experiments*']
   ),
+  package_data={'pallas_kernels.kda': ['*.json']},
   install_requires=[
     'absl-py>=2.1',
     'array-record>=0.8.3',

@@ -86,6 +86,7 @@ def prefix_row(i: int) -> int:
 
 
 def prefix_rows(i: int) -> slice:
+  """Keys up to tile i in its anchor."""
   return slice(prefix_row(i), prefix_row(i + 1))
 
 

@@ -273,16 +273,6 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
     lax.fori_loop(0, settings.heads, copy, None)
 
 
-def mirrored_tokens(tokens_BN8C: jax.Array, entry_BN: jax.Array) -> jax.Array:
-  """Adds the rows MIRRORED and ENTRY to DOCUMENT and REAL."""
-  document = tokens_BN8C[:, :, views.DOCUMENT]
-  tiled = document.reshape(*document.shape[:2], -1, views.TILE)
-  mirrored = tiled[:, :, ::-1].reshape(document.shape)
-  entry = jnp.broadcast_to(entry_BN[..., None], document.shape)
-  tokens_BN8C = tokens_BN8C.at[:, :, views.MIRRORED].set(mirrored)
-  return tokens_BN8C.at[:, :, views.ENTRY].set(entry)
-
-
 def forward_call(
   settings: TpuConfig,
   q: jax.Array,
@@ -347,7 +337,7 @@ def forward_call(
   inputs['shift'] = -log2_e * rate * bias - math.log2(-lower_bound * log2_e)
   inputs['sums'] = jnp.asarray(views.sums_matrix(chunk), settings.operand)
   if settings.packed:
-    inputs['tokens'] = mirrored_tokens(tokens, entry)
+    inputs['tokens'] = mosaic_tpu_tokens.mirror_tokens(tokens, entry)
     inputs['scored_tokens'] = inputs['tokens']
   if h0 is not None:
     inputs['h0'] = h0

@@ -28,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kda import (
   gate,
   mosaic_tpu_fwd,
+  mosaic_tpu_tokens,
   tile,
   varying,
 )
@@ -190,7 +191,7 @@ def _call(
   }
   real = None
   if settings.packed:
-    inputs['tokens'] = mosaic_tpu_fwd.mirrored_tokens(tokens, entry)
+    inputs['tokens'] = mosaic_tpu_tokens.mirror_tokens(tokens, entry)
     inputs['scored_tokens'] = inputs['tokens']
     real = tokens[:, :, None, views.REAL, None] != 0
   if reverse:

@@ -12,14 +12,26 @@ from pallas_kernels.kda.mosaic_tpu_views import (
   ENTRY_MASK,
   EXIT_MASK,
   LANES,
+  MIRRORED,
   REAL,
   REAL_MASK,
+  TILE,
   Slots,
   Windows,
 )
 
 # Pieces between a turn and the use of its result.
 TURN_STEPS = 4
+
+
+def mirror_tokens(tokens_BN8C: jax.Array, entry_BN: jax.Array) -> jax.Array:
+  """Adds the rows MIRRORED and ENTRY to DOCUMENT and REAL."""
+  document = tokens_BN8C[:, :, DOCUMENT]
+  tiled = document.reshape(*document.shape[:2], -1, TILE)
+  mirrored = tiled[:, :, ::-1].reshape(document.shape)
+  entry = jnp.broadcast_to(entry_BN[..., None], document.shape)
+  tokens_BN8C = tokens_BN8C.at[:, :, MIRRORED].set(mirrored)
+  return tokens_BN8C.at[:, :, ENTRY].set(entry)
 
 
 def turn_tokens(windows: Windows, slots: Slots, settings):
