@@ -105,6 +105,7 @@ def scale(x: jax.Array, row: jax.Array, settings) -> jax.Array:
 
 
 def iota(shape, axis):
+  """Numbers along one axis, int32."""
   return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
