@@ -73,7 +73,6 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
   strength = gate.write_strength(beta, settings.kda)
   if settings.packed:
     strength = jnp.where(real, strength, 0.0)
-    refs['numbers'][buffer] = jnp.transpose(blocks['tokens'][0, 0])
   refs['strengths'][...] = jnp.transpose(strength)
   later = blocks['sums'].at[settings.chunk + 8 :]
 
@@ -90,6 +89,7 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
 
   step, last_step = make_step(buffer), make_step(1 - buffer)
   if settings.packed:
+    step.spread_numbers()
     step.mask_later(later)
   num_keys, num_values = state_ref.shape[2:]
 
@@ -281,7 +281,8 @@ def backward_call(
     width = block_key_heads * num_keys
     scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), f32)
   if settings.packed:
-    scratch['numbers'] = ((2, chunk, 8), jnp.int32)
+    lanes = max(num_keys, num_values, chunk)
+    scratch['numbers'] = ((2, 4, chunk, lanes), jnp.int32)
     scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]

@@ -25,8 +25,10 @@ from pallas_kernels.kda.mosaic_tpu_bwd_stages import (
   split,
 )
 from pallas_kernels.kda.mosaic_tpu_views import (
-  DOCUMENT,
+  ENTRY_MASK,
+  EXIT_MASK,
   LANES,
+  REAL_MASK,
   ROWS_BY_ROWS,
   TILE,
   dot,
@@ -258,7 +260,7 @@ def pull_scores(step: Step, own, state, d_exit, d_entry):
   sums, d_keys = None, []
   for i in range(tiles):
     rows = rows_of(i)
-    d_keys.append(step.select_exit(rows, leaving[rows] * leave))
+    d_keys.append(step.select(EXIT_MASK, rows, leaving[rows] * leave))
     start = prefix_row(tiles - 1) + TILE * i
     product = own.prefixes[start : start + TILE].astype(jnp.float32) * d_keys[i]
     sums = product if sums is None else sums + product
@@ -277,11 +279,8 @@ def pull_scores(step: Step, own, state, d_exit, d_entry):
     # strictly lower.
     allowed = lane - place <= jnp.where(row < TILE, row, row - TILE - 1)
     if step.numbers is not None:
-      number = step.number(rows_of(i), DOCUMENT, width)
-      allowed &= jnp.concatenate([number, number]) == jnp.broadcast_to(
-        step.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1, :width],
-        scores.shape,
-      )
+      same = step.same_document(rows_of(i), width)
+      allowed &= jnp.concatenate([same, same])
     scores = jnp.where(allowed, scores, 0.0)
     left, prefix = own.left[both], own.prefixes[prefix_rows(i)]
     if refines(settings):
@@ -297,7 +296,7 @@ def pull_scores(step: Step, own, state, d_exit, d_entry):
     yield
     entry = own.factors[AT_ENTRY + i : AT_ENTRY + i + 1]
     for half, rows in enumerate(pair_rows(i)):
-      d_read = step.select_entry(rows_of(i), all_read[rows] * entry)
+      d_read = step.select(ENTRY_MASK, rows_of(i), all_read[rows] * entry)
       own.d_left[rows] = d_left[rows_of(half)] + d_read
     for j in range(i + 1):
       if i < tiles - 1:
@@ -310,7 +309,7 @@ def pull_scores(step: Step, own, state, d_exit, d_entry):
 def _store_qk_gradient(step: Step, head, name: str, rows, gradient):
   """Adds up the gradients of the value heads that share a head of q and k."""
   target = step.blocks[name]
-  gradient = step.select_real(rows, gradient)
+  gradient = step.select(REAL_MASK, rows, gradient)
   if not head.shares:
     target[0, rows, head.q] = gradient.astype(target.dtype)
     return
@@ -367,7 +366,7 @@ def finish(step: Step, head, own):
       # rate is -log2(e) times the gate's; the slope is in bits.
       slope = step.blocks['rate'][:, head.g] * math.log(2) ** 2
       d_g = d_g * (own.slope[rows] * slope)
-    d_g = step.select_real(rows, d_g)
+    d_g = step.select(REAL_MASK, rows, d_g)
     if kda.gate_in_kernel:
       sums[0] += d_g
       sums[1] += d_g * own.g[rows].astype(f32)

@@ -25,8 +25,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kda import gate, tile_scores
 from pallas_kernels.kda.mosaic_tpu_views import (
   DOCUMENT,
+  DOCUMENTS,
   ENTRY,
+  ENTRY_MASK,
+  EXIT_MASK,
   REAL,
+  REAL_MASK,
   ROWS_BY_ROWS,
   TILE,
   dot,
@@ -175,7 +179,7 @@ class Step:
     blocks: references of arrays by name.
     settings: static settings.
     strengths: [C, heads] write strengths, one row per token.
-    numbers: int32 [C, 8] columns DOCUMENT, REAL and ENTRY, or None.
+    numbers: int32 [4, C, lanes] documents and masks of tokens, or None.
     later: [C, C] operand, 1 where the column's token is in the sums of the row.
     d_strengths: [C, heads] takes the gradient of write strengths.
   """
@@ -188,53 +192,49 @@ class Step:
     self.later = later
     self.d_strengths = d_strengths
 
-  def number(self, rows: slice, column: int, width: int) -> jax.Array:
-    """One of the tokens' numbers, along rows [.., width]."""
-    values = self.numbers[rows, column : column + 1]
-    return jnp.broadcast_to(values, (values.shape[0], width))
+  def spread_numbers(self) -> None:
+    """Fills `numbers`: each along a row of lanes, once for all heads."""
+    columns = jnp.transpose(self.blocks['tokens'][0, 0])
+    shape = self.numbers.shape[1:]
 
-  def select_real(self, rows: slice, x: jax.Array) -> jax.Array:
-    """Zeroes padding, which may hold anything."""
+    def along_lanes(row):
+      return jnp.broadcast_to(columns[:, row : row + 1], shape)
+
+    document = along_lanes(DOCUMENT)
+    self.numbers[DOCUMENTS] = document
+    self.numbers[REAL_MASK] = along_lanes(REAL)
+    for place, other in (
+      (ENTRY_MASK, along_lanes(ENTRY)),
+      (EXIT_MASK, jnp.broadcast_to(document[-1:], shape)),
+    ):
+      self.numbers[place] = (document == other).astype(jnp.int32)
+
+  def select(self, mask: int, rows: slice, x: jax.Array) -> jax.Array:
+    """Zeroes the rows that one of the masks of tokens excludes."""
     if self.numbers is None:
       return x
-    real = self.number(rows, REAL, x.shape[1]) != 0
-    return jnp.where(real, x, 0.0)
+    return jnp.where(self.numbers[mask, rows, : x.shape[1]] != 0, x, 0.0)
 
-  def last_document(self) -> jax.Array:
-    chunk = self.settings.chunk
-    return self.numbers[chunk - 1 : chunk, DOCUMENT : DOCUMENT + 1]
+  def same_document(self, rows: slice, width: int) -> jax.Array:
+    """Whether a row's token and a column's are of one document."""
+    columns = self.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1, :width]
+    document = self.numbers[DOCUMENTS, rows, :width]
+    return document == jnp.broadcast_to(columns, document.shape)
 
   def mask_later(self, later_ref) -> None:
     """Fills `later` with the sums over later tokens of the same document."""
     chunk = self.settings.chunk
-    row = self.number(slice(None), DOCUMENT, chunk)
-    column = self.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1]
-    same = row == jnp.broadcast_to(column, (chunk, chunk))
+    same = self.same_document(slice(None), chunk)
     for part in range(0, self.later.shape[1], chunk):
       columns = slice(part, part + chunk)
       later = later_ref[:, columns].astype(jnp.float32)
       later = jnp.where(same, later, 0.0)
       self.later[:, columns] = later.astype(self.later.dtype)
 
-  def select_entry(self, rows: slice, x: jax.Array) -> jax.Array:
-    """Zeroes rows of other documents than that of the entry state."""
-    if self.numbers is None:
-      return x
-    width = x.shape[1]
-    document = self.number(rows, DOCUMENT, width)
-    return jnp.where(document == self.number(rows, ENTRY, width), x, 0.0)
-
-  def select_exit(self, rows: slice, x: jax.Array) -> jax.Array:
-    """Zeroes rows of other documents than that of the exit state."""
-    if self.numbers is None:
-      return x
-    document = self.number(rows, DOCUMENT, x.shape[1])
-    return jnp.where(document == self.last_document(), x, 0.0)
-
   def load(self, name: str, rows: slice, columns: slice) -> jax.Array:
     """Rows of an input in float32, padding zeroed."""
     x = self.blocks[name][0, rows, columns].astype(jnp.float32)
-    return self.select_real(rows, x)
+    return self.select(REAL_MASK, rows, x)
 
 
 def _reciprocal(x, settings):
@@ -264,7 +264,7 @@ def _read_decay(step: Step, head, own, i: int) -> jax.Array:
   decay = _reciprocal(grown + 1 / bits, settings)
   # grown * decay = sigmoid(-x), which no rounding takes to 0 too early.
   own.slope[rows] = decay * (grown * decay)
-  return step.select_real(rows, decay)
+  return step.select(REAL_MASK, rows, decay)
 
 
 def prepare(step: Step, head, own):
@@ -293,9 +293,7 @@ def prepare(step: Step, head, own):
     jnp.exp2(leave), (8, num_keys)
   )
   total = jnp.exp2(leave - whole[tiles - 1 : tiles] - _REBALANCE_BITS)
-  if step.numbers is not None:
-    carries = step.last_document() == step.numbers[0:1, ENTRY : ENTRY + 1]
-    total = jnp.where(carries, total, 0.0)
+  total = step.select(ENTRY_MASK, slice(chunk - 1, chunk), total)
   own.factors[AT_TOTAL : AT_TOTAL + 8] = jnp.broadcast_to(total, (8, num_keys))
   for i in range(tiles):
     rows, (q_rows, k_rows) = rows_of(i), pair_rows(i)
@@ -320,7 +318,7 @@ def prepare(step: Step, head, own):
       x = x.astype(operand)
       own.left[place] = x
       x = scale(x, own.factors[AT_ENTRY + i : AT_ENTRY + i + 1], settings)
-      own.entry[place] = step.select_entry(rows, x)
+      own.entry[place] = step.select(ENTRY_MASK, rows, x)
     yield
 
 
@@ -342,10 +340,7 @@ def score(step: Step, head, own):
     row, lane = iota((TILE, width), 0) + place, iota((TILE, width), 1)
     causal, strict = lane <= row, lane < row
     if step.numbers is not None:
-      same = step.number(rows, DOCUMENT, width) == jnp.broadcast_to(
-        step.blocks['tokens'][0, 0, DOCUMENT : DOCUMENT + 1, :width],
-        (TILE, width),
-      )
+      same = step.same_document(rows, width)
       causal, strict = causal & same, strict & same
     qk = jnp.where(causal, strip[:TILE], 0.0)
     if refines(settings):
@@ -379,7 +374,7 @@ def score(step: Step, head, own):
   for i in range(tiles):
     start = prefix_row(tiles - 1) + TILE * i
     leaving = scale(own.prefixes[start : start + TILE], factor, settings)
-    own.leaving[rows_of(i)] = step.select_exit(rows_of(i), leaving)
+    own.leaving[rows_of(i)] = step.select(EXIT_MASK, rows_of(i), leaving)
   column = jnp.transpose(own.factors[AT_TOTAL : AT_TOTAL + 8])[:, 0:1]
   own.total[...] = jnp.broadcast_to(column, own.total.shape)
   yield
