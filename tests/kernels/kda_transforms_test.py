@@ -1,6 +1,8 @@
 """KDA under jit, vmap, checkpoint, shard_map and an explicit mesh."""
 
 import functools
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kda import agreement, arg_specs, custom_vjp, kda
 
+_interpreter = runpy.run_path(
+  pathlib.Path(__file__).with_name('tpu_interpreter.py')
+)
+interpreted, discharged = (
+  _interpreter['interpreted'],
+  _interpreter['discharged'],
+)
+
+CHUNKED = ('chunked_xla', 'mosaic_tpu')
 QUICK = {'xla_backend_optimization_level': 0}
 PARAMETERS = ('A_log', 'dt_bias')
 
@@ -44,7 +55,10 @@ def single_device_gradients(implementation):
   run = jax.jit(
     jax.value_and_grad(loss), static_argnums=2, compiler_options=QUICK
   )
-  return run(make_inputs(), make_segments(), implementation)
+  with interpreted(implementation):
+    return jax.block_until_ready(
+      run(make_inputs(), make_segments(), implementation)
+    )
 
 
 class KdaTransformsTest(parameterized.TestCase):
@@ -53,37 +67,49 @@ class KdaTransformsTest(parameterized.TestCase):
       error = agreement.relative_rms(gradient, expected[name])
       self.assertLess(error, bound, name)
 
-  def test_vmap_equals_a_larger_batch(self):
+  @parameterized.parameters(*CHUNKED)
+  def test_vmap_equals_a_larger_batch(self, implementation):
     inputs = make_inputs()
     split = {
       name: x if name in PARAMETERS else x.reshape(2, 4, *x.shape[1:])
       for name, x in inputs.items()
     }
     axes = {name: None if name in PARAMETERS else 0 for name in inputs}
-    mapped = jax.vmap(loss, in_axes=(axes, 0))
-    value, gradients = jax.jit(
-      jax.value_and_grad(lambda x, ids: jnp.sum(mapped(x, ids))),
-      compiler_options=QUICK,
-    )(split, make_segments().reshape(2, 4, -1))
-    expected_value, expected = single_device_gradients('chunked_xla')
+    mapped = jax.vmap(
+      functools.partial(loss, implementation=implementation), in_axes=(axes, 0)
+    )
+    with discharged(implementation):
+      value, gradients = jax.block_until_ready(
+        jax.jit(
+          jax.value_and_grad(lambda x, ids: jnp.sum(mapped(x, ids))),
+          compiler_options=QUICK,
+        )(split, make_segments().reshape(2, 4, -1))
+      )
+    expected_value, expected = single_device_gradients(implementation)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     gradients = {
       name: x.reshape(expected[name].shape) for name, x in gradients.items()
     }
     self.assert_gradients_close(gradients, expected)
 
-  @parameterized.parameters(None, custom_vjp.ENTRY_STATES)
-  def test_checkpoint(self, saved):
+  @parameterized.product(
+    implementation=CHUNKED, saved=(None, custom_vjp.ENTRY_STATES)
+  )
+  def test_checkpoint(self, implementation, saved):
     policy = saved and jax.checkpoint_policies.save_only_these_names(saved)
-    value, gradients = jax.jit(
-      jax.value_and_grad(jax.checkpoint(loss, policy=policy)),
-      compiler_options=QUICK,
-    )(make_inputs(), make_segments())
-    expected_value, expected = single_device_gradients('chunked_xla')
+    call = functools.partial(loss, implementation=implementation)
+    with discharged(implementation):
+      value, gradients = jax.block_until_ready(
+        jax.jit(
+          jax.value_and_grad(jax.checkpoint(call, policy=policy)),
+          compiler_options=QUICK,
+        )(make_inputs(), make_segments())
+      )
+    expected_value, expected = single_device_gradients(implementation)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     self.assert_gradients_close(gradients, expected)
 
-  @parameterized.parameters('reference', 'chunked_xla')
+  @parameterized.parameters('reference', *CHUNKED)
   def test_shard_map_over_batch(self, implementation):
     inputs, ids = make_inputs(), make_segments()
     specs = {name: P() if name in PARAMETERS else P('data') for name in inputs}
@@ -106,7 +132,10 @@ class KdaTransformsTest(parameterized.TestCase):
         out_specs=(P(), specs),
         check_vma=True,
       )
-      value, gradients = jax.jit(run, compiler_options=QUICK)(placed, ids)
+      with interpreted(implementation):
+        value, gradients = jax.block_until_ready(
+          jax.jit(run, compiler_options=QUICK)(placed, ids)
+        )
     expected_value, expected = single_device_gradients(implementation)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     self.assert_gradients_close(gradients, expected)
@@ -135,7 +164,7 @@ class KdaTransformsTest(parameterized.TestCase):
     self.assert_gradients_close(gradients, expected)
     self.assertEqual(gradients['q'].sharding.spec[0], 'data')
 
-  @parameterized.parameters('reference', 'chunked_xla')
+  @parameterized.parameters('reference', *CHUNKED)
   def test_state_layouts_agree(self, implementation):
     inputs = make_inputs(2)
 
@@ -148,9 +177,10 @@ class KdaTransformsTest(parameterized.TestCase):
       )
 
     run = jax.jit(run, static_argnums=1, compiler_options=QUICK)
-    o, final = run(inputs, 'kv')
     flipped = {**inputs, 'h0': jnp.swapaxes(inputs['h0'], -1, -2)}
-    other_o, other_final = run(flipped, 'vk')
+    with interpreted(implementation):
+      o, final = jax.block_until_ready(run(inputs, 'kv'))
+      other_o, other_final = jax.block_until_ready(run(flipped, 'vk'))
     np.testing.assert_allclose(o, other_o, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(
       final, jnp.swapaxes(other_final, -1, -2), rtol=1e-6, atol=1e-6

@@ -3,13 +3,42 @@
 import contextlib
 from unittest import mock
 
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import tile
+from pallas_kernels.kda import mosaic_tpu_bwd, mosaic_tpu_fwd, tile
 
 # Short chunks and few heads a grid step, which compile fast; a call still has
 # several of both.
 CHUNK = 64
+
+
+@contextlib.contextmanager
+def interpreted_plainly(implementation='mosaic_tpu', chunk=CHUNK, heads=2):
+  """Runs TPU kernels as XLA programs without simulated memory.
+
+  For transformations that the simulation, which calls back to the host, does
+  not take: checkpoint refuses its effects and batching a fourth grid axis.
+
+  Args:
+    implementation: of KDA; all but 'mosaic_tpu' run as they are.
+    chunk: tokens between two states.
+    heads: most value heads a grid step.
+  """
+  if implementation != 'mosaic_tpu':
+    yield
+    return
+  pallas_call = pl.pallas_call
+
+  def interpret(*args, **kwargs):
+    return pallas_call(*args, **{**kwargs, 'interpret': True})
+
+  with (
+    mock.patch.object(pl, 'pallas_call', interpret),
+    mock.patch.object(tile, '_CHUNK', chunk),
+    mock.patch.object(tile, '_MOST_HEADS', heads),
+  ):
+    yield
 
 
 @contextlib.contextmanager
@@ -31,6 +60,8 @@ def interpreted(implementation='mosaic_tpu', cores=1, chunk=CHUNK, heads=2):
   params = pltpu.InterpretParams(
     detect_races=True,
     on_race='raise',
+    # Races between many events are missed with the default size.
+    vector_clock_size=64,
     uninitialized_memory='nan',
     out_of_bounds_reads='raise',
     num_cores_or_threads=cores,
@@ -44,3 +75,22 @@ def interpreted(implementation='mosaic_tpu', cores=1, chunk=CHUNK, heads=2):
       yield
     finally:
       pltpu.reset_tpu_interpret_mode_state()
+
+
+@contextlib.contextmanager
+def discharged(implementation='mosaic_tpu'):
+  """Runs TPU kernels as plain array programs, without the checks above.
+
+  The interpreter with checks has side effects, which `jax.checkpoint` refuses,
+  and does not know of axes that `jax.vmap` adds to a grid.
+  """
+  if implementation != 'mosaic_tpu':
+    yield
+    return
+  calls = (mosaic_tpu_fwd.forward_call, mosaic_tpu_bwd.backward_call)
+  with contextlib.ExitStack() as stack:
+    for call in calls:
+      stack.enter_context(mock.patch.dict(call.__kwdefaults__, interpret=True))
+    stack.enter_context(mock.patch.object(tile, '_CHUNK', CHUNK))
+    stack.enter_context(mock.patch.object(tile, '_MOST_HEADS', 1))
+    yield
