@@ -76,14 +76,14 @@ class KdaSegmentsTest(parameterized.TestCase):
 
   @parameterized.parameters(*CHUNKED)
   def test_documents_of_all_lengths(self, implementation):
-    poisoned, clean, ids = self.make_poisoned()
+    poisoned, clean, ids = self.make_poisoned(implementation)
     self.check(
       compare(poisoned, implementation, reference_inputs=clean, segment_ids=ids)
     )
 
   @parameterized.parameters(*RUNNING)
   def test_padding_may_hold_anything(self, implementation):
-    poisoned, clean, ids = self.make_poisoned()
+    poisoned, clean, ids = self.make_poisoned(implementation)
     cotangents = (
       jnp.where((ids == 0)[..., None, None], jnp.nan, clean['v']),
       clean['h0'],
@@ -105,15 +105,18 @@ class KdaSegmentsTest(parameterized.TestCase):
     for name, gradient in gradients.items():
       self.assertTrue(bool(jnp.all(jnp.isfinite(gradient))), name)
 
-  def make_poisoned(self):
+  def make_poisoned(self, implementation):
     """Documents of all lengths in two rows, with padding of two kinds."""
     ids = np.asarray(segment_row(LENGTHS))[0]
     ids = np.stack([ids, np.roll(ids, 401)])
     ids[0, -90:] = 0
     # Row 1 begins with padding and has it inside a document.
     ids[1, :7] = ids[1, 130:143] = ids[1, 500:700] = 0
+    if implementation == 'mosaic_tpu':
+      # Interpretation is slow; the test in bfloat16 has padding at the end.
+      ids = ids[1:]
     ids = jnp.asarray(ids, jnp.int32)
-    clean = make_inputs(ids.shape[1], batch=2)
+    clean = make_inputs(*ids.shape[::-1])
     poisoned = dict(clean)
     poisons = (np.nan, np.inf, np.nan, -np.inf, 3e38)
     for name, poison in zip(TOKEN_ARRAYS, poisons):
