@@ -11,9 +11,9 @@ from pallas_kernels.kda import IMPLEMENTATIONS, agreement, arg_specs, kda
 
 SPEC = arg_specs.ArgSpec(2, 37, 2, 4, 32, 32)
 
-interpreted_plainly = runpy.run_path(
+discharged = runpy.run_path(
   pathlib.Path(__file__).with_name('tpu_interpreter.py')
-)['interpreted_plainly']
+)['discharged']
 
 
 def sigmoid(x):
@@ -69,7 +69,7 @@ class KdaReferenceTest(parameterized.TestCase):
       with self.assertRaisesRegex(NotImplementedError, 'Pallas kernel'):
         run(inputs)
       return
-    with interpreted_plainly(implementation):
+    with discharged(implementation):
       results = run(inputs)
     expected = recur(**in_float64(inputs))
     bound = 1e-5 if implementation == 'mosaic_tpu' else 1e-6

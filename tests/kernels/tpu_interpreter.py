@@ -3,7 +3,6 @@
 import contextlib
 from unittest import mock
 
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import mosaic_tpu_bwd, mosaic_tpu_fwd, tile
@@ -11,34 +10,6 @@ from pallas_kernels.kda import mosaic_tpu_bwd, mosaic_tpu_fwd, tile
 # Short chunks and few heads a grid step, which compile fast; a call still has
 # several of both.
 CHUNK = 64
-
-
-@contextlib.contextmanager
-def interpreted_plainly(implementation='mosaic_tpu', chunk=CHUNK, heads=2):
-  """Runs TPU kernels as XLA programs without simulated memory.
-
-  For transformations that the simulation, which calls back to the host, does
-  not take: checkpoint refuses its effects and batching a fourth grid axis.
-
-  Args:
-    implementation: of KDA; all but 'mosaic_tpu' run as they are.
-    chunk: tokens between two states.
-    heads: most value heads a grid step.
-  """
-  if implementation != 'mosaic_tpu':
-    yield
-    return
-  pallas_call = pl.pallas_call
-
-  def interpret(*args, **kwargs):
-    return pallas_call(*args, **{**kwargs, 'interpret': True})
-
-  with (
-    mock.patch.object(pl, 'pallas_call', interpret),
-    mock.patch.object(tile, '_CHUNK', chunk),
-    mock.patch.object(tile, '_MOST_HEADS', heads),
-  ):
-    yield
 
 
 @contextlib.contextmanager
