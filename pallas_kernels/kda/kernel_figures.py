@@ -15,9 +15,10 @@ from pallas_kernels.kda.tpu_generations import find_generation
 
 _BUILDER = 'pallas_kernels.kda.scheduled_kernels:build_kernels'
 
-# Without these libtpu asks a cloud's metadata server who it is, locks a file
-# against other processes and writes logs. The accelerator need not match.
-_ENVIRONMENT = {
+# Environment of a process that compiles for TPU where there is none. Without
+# it libtpu asks a cloud's metadata server who it is, locks a file against other
+# processes and writes logs. The accelerator need not match.
+AHEAD_OF_TIME = {
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
   'JAX_PLATFORMS': 'cpu',
   'TPU_ACCELERATOR_TYPE': 'v5p-8',
@@ -221,7 +222,7 @@ def _compile(
   worker = [sys.executable, '-m', 'pallas_kernels.kda.schedule_worker']
   done = subprocess.run(
     [*worker, topology, dumps, root, builder, ','.join(names)],
-    env=_ENVIRONMENT | environment,
+    env=AHEAD_OF_TIME | environment,
     capture_output=True,
     text=True,
   )

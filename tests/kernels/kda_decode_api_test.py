@@ -11,24 +11,12 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from pallas_kernels.kda import arg_specs, decode
+from pallas_kernels.kda import arg_specs, decode, kernel_figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOPOLOGIES = ('v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1')
 SPEC = arg_specs.ArgSpec(3, 2, 2, 4, 32, 64)
 SLOTS = 12
-# Without these libtpu asks a cloud who it is and locks a file.
-TPU_ENVIRONMENT = {
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-  'JAX_PLATFORMS': 'cpu',
-  'TPU_ACCELERATOR_TYPE': 'v5p-8',
-  'TPU_LOG_DIR': 'disabled',
-  'TPU_MIN_LOG_LEVEL': '3',
-  'TPU_SKIP_MDS_QUERY': '1',
-  'TPU_STDERR_LOG_LEVEL': '3',
-  'TPU_WORKER_HOSTNAMES': 'localhost',
-  'TPU_WORKER_ID': '0',
-}
 # Reports the bytes that each program aliases and those that it adds.
 COMPILE = """
 import json, sys
@@ -177,7 +165,7 @@ class KdaDecodeApiTest(parameterized.TestCase):
     done = subprocess.run(
       [sys.executable, '-c', COMPILE, *TOPOLOGIES],
       cwd=ROOT,
-      env={**os.environ, **TPU_ENVIRONMENT},
+      env={**os.environ, **kernel_figures.AHEAD_OF_TIME},
       capture_output=True,
       text=True,
     )

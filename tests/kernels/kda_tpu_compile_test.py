@@ -8,22 +8,13 @@ import sys
 
 from absl.testing import absltest, parameterized
 
+from pallas_kernels.kda import kernel_figures
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Of 32 devices each.
 PODS = ('v5e:4x8', 'v5p:2x4x4', 'v6e:4x8', 'tpu7x:2x2x4')
 # Tokens and heads; a device has 1 or 3 of the heads.
 SHAPES = ((8192, 32), (1_048_576, 96))
-TPU_ENVIRONMENT = {
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-  'JAX_PLATFORMS': 'cpu',
-  'TPU_ACCELERATOR_TYPE': 'v5p-8',
-  'TPU_LOG_DIR': 'disabled',
-  'TPU_MIN_LOG_LEVEL': '3',
-  'TPU_SKIP_MDS_QUERY': '1',
-  'TPU_STDERR_LOG_LEVEL': '3',
-  'TPU_WORKER_HOSTNAMES': 'localhost',
-  'TPU_WORKER_ID': '0',
-}
 # Reports the kernels and the temporary memory of each program.
 COMPILE = """
 import json, sys
@@ -93,7 +84,7 @@ class CompileTest(parameterized.TestCase):
     done = subprocess.run(
       [sys.executable, '-c', COMPILE, pod, json.dumps(SHAPES)],
       cwd=ROOT,
-      env={**os.environ, **TPU_ENVIRONMENT},
+      env={**os.environ, **kernel_figures.AHEAD_OF_TIME},
       capture_output=True,
       text=True,
     )
