@@ -43,8 +43,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kda import agreement, arg_specs, kda
 
-# Races and unwritten memory do not depend on numbers and are looked for in other
-# tests; without that, a kernel takes many tokens in little time.
+# Races and unwritten memory do not depend on numbers and are looked for in
+# other tests; without that, a kernel takes many tokens in little time.
 discharged = runpy.run_path(
   pathlib.Path(__file__).with_name('tpu_interpreter.py')
 )['discharged']

@@ -17,8 +17,8 @@ COMPARED = tuple(name for name in IMPLEMENTATIONS if name != 'reference')
 # Part of the suite now, so that a kernel is held to it from its first day.
 REFUSING = ('mosaic_gpu',)
 
-# Compiles in a quarter of the time; `kda_hard_inputs_test` also runs programs as
-# they are meant to be optimised.
+# Compiles in a quarter of the time; `kda_hard_inputs_test` also runs programs
+# as they are meant to be optimised.
 QUICK = (('xla_backend_optimization_level', 0),)
 
 # The kernels round scores, states and the inverse to bfloat16. The bounds are
