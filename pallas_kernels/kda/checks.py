@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
+from pallas_kernels import target
 from pallas_kernels.kda import operands, products, tile
 
 HEAD_DIMS = (32, 256)
@@ -16,6 +18,30 @@ def check_choice(name: str, value: Any, accepted: tuple) -> None:
   """Raises ValueError unless the value is one of the accepted ones."""
   if value not in accepted:
     raise ValueError(f'{name}={value!r} is not one of {accepted}.')
+
+
+def _kernels_are_interpreted() -> bool:
+  """Whether calls of kernels traced here are interpreted.
+
+  JAX has no function that tells; a call of a kernel carries the setting.
+  """
+  call = pl.pallas_call(
+    lambda _: None, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32)
+  )
+  (equation,) = jax.make_jaxpr(call)().eqns
+  return bool(equation.params['interpret'])
+
+
+def check_kernel_target() -> None:
+  """Raises NotImplementedError where kernels for TPU would not be lowered."""
+  platform = target.target_platform()
+  if platform != 'tpu' and not _kernels_are_interpreted():
+    raise NotImplementedError(
+      f"implementation='mosaic_tpu': its kernels do not run on {platform}; "
+      'supported are TPUs, meshes of TPUs given by jax.set_mesh, from which '
+      'other machines compile ahead of time, and interpretation under '
+      'pltpu.force_tpu_interpret_mode.'
+    )
 
 
 def check_settings(

@@ -132,6 +132,8 @@ def kda_decode(
     implementation = _default_implementation(target.target_platform(), reason)
   elif implementation == 'mosaic_tpu' and reason is not None:
     raise NotImplementedError(f"implementation='mosaic_tpu': {reason}")
+  elif implementation == 'mosaic_tpu':
+    checks.check_kernel_target()
   config = operands.KdaConfig(
     lower_bound=None if lower_bound is None else float(lower_bound),
     scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

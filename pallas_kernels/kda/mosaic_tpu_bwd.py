@@ -20,7 +20,7 @@ from pallas_kernels.kda import gate, tile, varying
 from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
 from pallas_kernels.kda import mosaic_tpu_bwd_order as order
 from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
-from pallas_kernels.kda.mosaic_tpu_views import ENTRY, REAL
+from pallas_kernels.kda.mosaic_tpu_views import DOCUMENT, ENTRY, REAL
 
 
 def _kernel(*refs, settings, names, scratch_names, own_names, groups):
@@ -128,6 +128,15 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
     lax.fori_loop(0, settings.heads, copy, None)
 
 
+def _mark_last(tokens: jax.Array) -> jax.Array:
+  """1 at the last real token [.., C] of a chunk's last document, else 0."""
+  document = tokens[..., DOCUMENT, :]
+  leaves = (tokens[..., REAL, :] != 0) & (document == document[..., -1:])
+  place = stages.iota(leaves.shape, leaves.ndim - 1) + 1
+  last = jnp.max(jnp.where(leaves, place, 0), axis=-1, keepdims=True)
+  return (place == last).astype(tokens.dtype)
+
+
 def backward_call(
   settings,
   q: jax.Array,
@@ -204,7 +213,8 @@ def backward_call(
   }
   if settings.packed:
     numbers = jnp.broadcast_to(entry[..., None], (batch, chunks, chunk))
-    inputs['tokens'] = tokens.at[:, :, ENTRY].set(numbers)
+    tokens = tokens.at[:, :, ENTRY].set(numbers)
+    inputs['tokens'] = tokens.at[:, :, stages.LAST].set(_mark_last(tokens))
   scalars = {'sequence': sequence} if settings.sequences else {}
   axes = varying.varying_axes((inputs, scalars))
   inputs, scalars = varying.vary_over((inputs, scalars), axes)
@@ -282,7 +292,7 @@ def backward_call(
     scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), f32)
   if settings.packed:
     lanes = max(num_keys, num_values, chunk)
-    scratch['numbers'] = ((2, 4, chunk, lanes), jnp.int32)
+    scratch['numbers'] = ((2, stages.NUMBERS, chunk, lanes), jnp.int32)
     scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]

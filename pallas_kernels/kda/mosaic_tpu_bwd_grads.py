@@ -15,13 +15,13 @@ from pallas_kernels.kda.mosaic_tpu_bwd_stages import (
   AT_STEP,
   AT_TOTAL,
   COLUMNS_BY_COLUMNS,
+  LAST_MASK,
   Step,
   iota,
   own_rows,
   pair_rows,
   prefix_row,
   prefix_rows,
-  refines,
   split,
 )
 from pallas_kernels.kda.mosaic_tpu_views import (
@@ -138,27 +138,12 @@ def merge(step: Step, own):
 
 
 def read(step: Step, head, own, state, d_exit):
-  """Writes before the solve, and what new values get from outputs and exit.
-
-  Args:
-    step: the grid step.
-    head: the head's columns.
-    own: the head's scratch.
-    state: reference of the entry state [K, V].
-    d_exit: reference of the gradient of the exit state, float32 [K, V].
-  """
+  """Writes before the solve, and what new values get from outputs and exit."""
   settings = step.settings
   chunk, operand = settings.chunk, settings.operand
   tiles, num_values = chunk // TILE, own.write.shape[-1]
   keys = jnp.concatenate([own.entry[pair_rows(i)[1]] for i in range(tiles)])
   known = dot(keys, state[...])
-  yield
-  d_o = step.load('d_o', slice(None), head.v).astype(operand)
-  pairs = [(own.leaving[...], d_exit[...].astype(operand))]
-  for part in range(0, own.qk.shape[0], chunk):
-    pairs.append((jnp.transpose(own.qk[part : part + chunk]), d_o))
-  own.d_values[...] = dot_sum(pairs)
-  yield
   for i in range(tiles):
     rows = rows_of(i)
     error = step.load('v', rows, head.v) - known[rows]
@@ -166,11 +151,17 @@ def read(step: Step, head, own, state, d_exit):
       own.error[rows] = error
     write = own.beta[rows, :num_values] * error
     own.write[rows] = write.astype(operand)
-    if refines(settings):
+    if settings.refines:
       own.write_exact[rows] = write
-    own.outer[pair_rows(i)[0]] = d_o[rows]
-    if i % 2:
-      yield
+  yield
+  d_o = step.load('d_o', slice(None), head.v).astype(operand)
+  for i in range(tiles):
+    own.outer[pair_rows(i)[0]] = d_o[rows_of(i)]
+  pairs = [(own.leaving[...], d_exit[...].astype(operand))]
+  for part in range(0, own.qk.shape[0], chunk):
+    pairs.append((jnp.transpose(own.qk[part : part + chunk]), d_o))
+  own.d_values[...] = dot_sum(pairs)
+  yield
 
 
 def solve(step: Step, head, own):
@@ -178,126 +169,147 @@ def solve(step: Step, head, own):
   settings = step.settings
   chunk, operand = settings.chunk, settings.operand
   tiles, num_values = chunk // TILE, own.write.shape[-1]
+  f32 = jnp.float32
   values = dot(own.inverse[...], own.write[...])
-  d_values = own.d_values[...].astype(operand)
-  d_write = dot(own.inverse[...], d_values, COLUMNS_BY_COLUMNS)
+  own.values[...] = values.astype(operand)
   yield
-  if refines(settings):
-    own.values[...] = values.astype(operand)
-    own.write[...] = d_write.astype(operand)
-    lower = [own.lower[part : part + chunk] for part in (0, chunk)]
-    product = dot_sum([(x, own.values[...]) for x in lower])
-    d_product = dot_sum([(jnp.transpose(x), own.write[...]) for x in lower])
+  d_write = dot(
+    own.inverse[...], own.d_values[...].astype(operand), COLUMNS_BY_COLUMNS
+  )
+  if settings.splits:
+    own.d_write[...] = d_write.astype(operand)
+  yield
+  if settings.splits:
+    lower = [
+      own.lower[part : part + chunk]
+      for part in range(0, own.lower.shape[0], chunk)
+    ]
+    product = dot_sum([(jnp.transpose(x), own.d_write[...]) for x in lower])
+    missing = own.d_values[...] - own.d_write[...].astype(f32) - product
+    own.write_missing[...] = missing.astype(operand)
     yield
-    values = own.values[...].astype(jnp.float32)
-    residual = own.write_exact[...] - values - product
-    d_write = own.write[...].astype(jnp.float32)
-    d_residual = own.d_values[...] - d_write - d_product
-    values += dot(own.inverse[...], residual.astype(operand))
-    d_write += dot(
-      own.inverse[...], d_residual.astype(operand), COLUMNS_BY_COLUMNS
+    d_write = own.d_write[...].astype(f32) + dot(
+      own.inverse[...], own.write_missing[...], COLUMNS_BY_COLUMNS
     )
-    yield
+  if settings.refines:
+    product = dot_sum([(x, own.values[...]) for x in lower])
+    missing = own.write_exact[...] - own.values[...].astype(f32) - product
+    values = own.values[...].astype(f32)
+    values += dot(own.inverse[...], missing.astype(operand))
+    own.values[...] = values.astype(operand)
+    rest = values - own.values[...].astype(f32)
+    own.rest[...] = rest.astype(operand)
+  corrected = own.values
+  if not settings.kda.beta_sigmoid:
+    parts = split(values, settings)
+    error = own.error[...] - dot(own.kk[:chunk], parts[0])
+    if not settings.exact:
+      error -= dot(own.kk[chunk:], parts[0]) + dot(own.kk[:chunk], parts[1])
+    own.error[...] = error
+    corrected = own.error
   for i in range(tiles):
     rows = rows_of(i)
     d_v = own.beta[rows, :num_values] * d_write[rows]
     step.blocks['d_v'][0, rows, head.v] = d_v.astype(step.blocks['d_v'].dtype)
     own.outer[pair_rows(i)[1]] = (-d_v).astype(operand)
-    own.values[rows] = values[rows].astype(operand)
-    if refines(settings):
-      rest = values[rows] - own.values[rows].astype(jnp.float32)
-      own.rest[rows] = rest.astype(operand)
-  yield
-  if settings.kda.beta_sigmoid:
-    corrected = values
-  else:
-    parts = split(values, settings)
-    corrected = own.error[...]
-    corrected -= dot(own.kk[:chunk], parts[0])
-    if not settings.exact:
-      corrected -= dot(own.kk[chunk:], parts[0]) + dot(own.kk[:chunk], parts[1])
-  for i in range(tiles):
-    product = d_write[rows_of(i)] * corrected[rows_of(i)]
-    step.d_strengths[rows_of(i), head.index : head.index + 1] = jnp.sum(
+    product = d_write[rows] * corrected[rows].astype(f32)
+    step.d_strengths[rows, head.index : head.index + 1] = jnp.sum(
       product, axis=-1, keepdims=True
     )
   yield
 
 
-# Steps of `pull_scores` that only multiply what `solve` left.
-PULLED_TOGETHER = 2
-
-
-def pull_scores(step: Step, own, state, d_exit, d_entry):
-  """Gradients of the views of queries and keys, in their tiles' anchors.
-
-  Args:
-    step: the grid step.
-    own: the head's scratch.
-    state: as in `read`.
-    d_exit: as in `read`.
-    d_entry: reference that takes the gradient of the entry state.
-  """
+def pull_scores(step: Step, own, state):
+  """Gradients of scores, and of views by what they read of the entry state."""
   settings = step.settings
   chunk, operand = settings.chunk, settings.operand
-  tiles, num_values = chunk // TILE, own.write.shape[-1]
   all_scores, all_read = dot_each(own.outer[...], [own.values[...], state[...]])
-  if refines(settings):
-    d_o = [own.outer[pair_rows(i)[0]] for i in range(tiles)]
+  if settings.refines:
+    d_o = [own.outer[pair_rows(i)[0]] for i in range(chunk // TILE)]
     rest = dot(jnp.concatenate(d_o), own.rest[...], ROWS_BY_ROWS)
-  # Ones sum up the gradient of the decay along with the gradient of K^.
-  product = (state[...].astype(jnp.float32) * d_exit[...]).astype(operand)
-  ones = jnp.ones((TILE, num_values), operand)
-  left = jnp.concatenate([own.values[...], ones])
-  right = [d_exit[...].astype(operand), product]
-  leaving, total = dot_each(left, right)
-  yield
-  d_entry[...] = own.total[...] * d_exit[...] + dot(
-    own.entry[...], own.outer[...], COLUMNS_BY_COLUMNS
-  )
-  yield
-  leave = own.factors[AT_LEAVE : AT_LEAVE + 1]
-  sums, d_keys = None, []
-  for i in range(tiles):
-    rows = rows_of(i)
-    d_keys.append(step.select(EXIT_MASK, rows, leaving[rows] * leave))
-    start = prefix_row(tiles - 1) + TILE * i
-    product = own.prefixes[start : start + TILE].astype(jnp.float32) * d_keys[i]
-    sums = product if sums is None else sums + product
-  total = total[chunk : chunk + 1] * own.factors[AT_TOTAL : AT_TOTAL + 1]
-  own.tail[0:1] = total + jnp.sum(sums, axis=0, keepdims=True)
-  yield
-  for i in reversed(range(tiles)):
-    place, width = TILE * i, TILE * (i + 1)
-    both = slice(2 * place, 2 * width)
+  for i in range(chunk // TILE):
+    width = TILE * (i + 1)
+    both = slice(2 * TILE * i, 2 * TILE * (i + 1))
     scores = all_scores[both, :width]
-    if refines(settings):
+    if settings.refines:
       queries = scores[:TILE] + rest[rows_of(i), :width]
       scores = jnp.concatenate([queries, scores[TILE:]])
     row, lane = iota(scores.shape, 0), iota(scores.shape, 1)
     # The last row of the queries is row 15, of the keys row 14: theirs are
     # strictly lower.
-    allowed = lane - place <= jnp.where(row < TILE, row, row - TILE - 1)
+    allowed = lane - TILE * i <= jnp.where(row < TILE, row, row - TILE - 1)
     if step.numbers is not None:
       same = step.same_document(rows_of(i), width)
       allowed &= jnp.concatenate([same, same])
     scores = jnp.where(allowed, scores, 0.0)
+    parts = split(scores, settings) if settings.refines else (scores,)
+    for part, x in enumerate(parts):
+      start = 2 * chunk * part + both.start
+      own.d_scores[start : start + 2 * TILE, :width] = x.astype(operand)
+    entry = own.factors[AT_ENTRY + i : AT_ENTRY + i + 1]
+    for rows in pair_rows(i):
+      d_read = step.select(ENTRY_MASK, rows_of(i), all_read[rows] * entry)
+      own.d_left[rows] = d_read
+  yield
+
+
+def pull_states(step: Step, own, state, d_exit, d_entry):
+  """Gradients of the entry state, of what leaves and of the decay of both."""
+  settings = step.settings
+  chunk, operand = settings.chunk, settings.operand
+  tiles, num_values = chunk // TILE, own.values.shape[-1]
+  # Ones sum up the gradient of the decay along with the gradient of K^.
+  product = state[...].astype(jnp.float32) * d_exit[...]
+  product = product.astype(operand)
+  ones = jnp.ones((TILE, num_values), operand)
+  d_state = d_exit[...].astype(operand)
+  if settings.narrow:
+    leaving = dot(own.values[...], d_state, ROWS_BY_ROWS)
+    total = dot(ones, product, ROWS_BY_ROWS)
+  else:
+    left = jnp.concatenate([own.values[...], ones])
+    leaving, total = dot_each(left, [d_state, product])
+    total = total[chunk:]
+  leave = own.factors[AT_LEAVE : AT_LEAVE + 1]
+  sums = None
+  for i in range(tiles):
+    rows = rows_of(i)
+    d_key = step.select(EXIT_MASK, rows, leaving[rows] * leave)
+    own.d_keys[rows] = d_key
+    start = prefix_row(tiles - 1) + TILE * i
+    product = own.prefixes[start : start + TILE].astype(jnp.float32) * d_key
+    sums = product if sums is None else sums + product
+  total = total[:1] * own.factors[AT_TOTAL : AT_TOTAL + 1]
+  own.tail[0:1] = total + jnp.sum(sums, axis=0, keepdims=True)
+  yield
+  d_entry[...] = own.total[...] * d_exit[...] + dot(
+    own.entry[...], own.outer[...], COLUMNS_BY_COLUMNS
+  )
+  yield
+
+
+def pull_views(step: Step, own):
+  """Gradients of the views of queries and keys, in their tiles' anchors."""
+  settings = step.settings
+  chunk = settings.chunk
+  tiles = chunk // TILE
+  d_keys = [own.d_keys[rows_of(i)] for i in range(tiles)]
+  for i in reversed(range(tiles)):
+    width = TILE * (i + 1)
+    both = slice(2 * TILE * i, 2 * TILE * (i + 1))
     left, prefix = own.left[both], own.prefixes[prefix_rows(i)]
-    if refines(settings):
-      parts = split(scores, settings)
-      stacked = jnp.concatenate([parts[0], parts[1]])
+    scores = own.d_scores[both, :width]
+    if settings.refines:
+      low = own.d_scores[2 * chunk + both.start : 2 * chunk + both.stop, :width]
+      stacked = jnp.concatenate([scores, low])
       d_left = dot(stacked, prefix)
       d_left = d_left[: 2 * TILE] + d_left[2 * TILE :]
       d_prefix = dot(stacked, jnp.concatenate([left, left]), COLUMNS_BY_COLUMNS)
     else:
-      scores = scores.astype(operand)
       d_left = dot(scores, prefix)
       d_prefix = dot(scores, left, COLUMNS_BY_COLUMNS)
     yield
-    entry = own.factors[AT_ENTRY + i : AT_ENTRY + i + 1]
-    for half, rows in enumerate(pair_rows(i)):
-      d_read = step.select(ENTRY_MASK, rows_of(i), all_read[rows] * entry)
-      own.d_left[rows] = d_left[rows_of(half)] + d_read
+    own.d_left[both] += d_left
     for j in range(i + 1):
       if i < tiles - 1:
         d_keys[j] = d_keys[j] * own.factors[AT_STEP + i + 1 : AT_STEP + i + 2]
@@ -336,7 +348,11 @@ def finish(step: Step, head, own):
     by_k = own.left[k_rows].astype(f32) * d_k
     by_key = own.prefixes[own_rows(i)].astype(f32) * d_key
     d_decay = by_q + by_k - by_key
-    if i == tiles - 1:
+    # Where what a token writes itself is taken away again, before rounding.
+    if step.numbers is not None:
+      tail = jnp.broadcast_to(own.tail[0:1], d_decay.shape)
+      d_decay += step.select(LAST_MASK, rows, tail)
+    elif i == tiles - 1:
       last = iota(d_decay.shape, 0) == TILE - 1
       d_decay += jnp.where(last, own.tail[0:1], 0.0)
     parts.append(split(d_decay, settings))

@@ -14,6 +14,9 @@ from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
 from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
 from pallas_kernels.kda.mosaic_tpu_views import TILE
 
+# Heads whose sums over tiles are held at once.
+_PULLED_TOGETHER = 2
+
 
 class Head(NamedTuple):
   """One value head of a grid step.
@@ -120,12 +123,10 @@ def run_step(step, last_step, works: list[Work]) -> None:
   run([score(groups[1])])
   run(_invert(step, last_step, w) for w in works)
   run(grads.solve(step, w.head, w.own) for w in works)
-  pulls = [
-    grads.pull_scores(step, w.own, w.state, w.d_exit, w.d_entry) for w in works
-  ]
-  for _ in range(grads.PULLED_TOGETHER):
-    for pull in pulls:
-      next(pull)
+  run(grads.pull_scores(step, w.own, w.state) for w in works)
+  run(
+    grads.pull_states(step, w.own, w.state, w.d_exit, w.d_entry) for w in works
+  )
   # Fewer heads at a time: their sums over tiles do not fit the registers.
-  run(pulls[:half])
-  run(pulls[half:])
+  for i in range(0, len(works), _PULLED_TOGETHER):
+    run(grads.pull_views(step, w.own) for w in works[i : i + _PULLED_TOGETHER])

@@ -39,6 +39,10 @@ from pallas_kernels.kda.mosaic_tpu_views import (
 
 COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))
 
+# Besides the numbers of `mosaic_tpu_views`, in a block and in scratch: whether
+# a token is the last real one of the chunk's last document.
+LAST, LAST_MASK, NUMBERS = 4, 4, 5
+
 # Rows of the scratch `factors`, all [.., K]; the first three one per tile.
 AT_ENTRY, AT_ANCHOR, AT_STEP, AT_LEAVE, AT_TOTAL = range(0, 40, 8)
 FACTOR_ROWS = 40
@@ -113,11 +117,6 @@ def iota(shape, axis):
   return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def refines(settings) -> bool:
-  """Whether solves are refined and what sums up over keys is in two parts."""
-  return settings.level in (1, 2)
-
-
 # What the gradients of q, k and g still need when the next chunk is prepared.
 KEPT = (
   *('left', 'prefixes', 'grow', 'shrink', 'slope', 'q_root', 'k_root'),
@@ -131,7 +130,7 @@ def scratch_shapes(
   """Shape and dtype by name of what one head keeps between stages."""
   f32, operand, chunk = jnp.float32, settings.operand, settings.chunk
   lanes = max(num_values, num_keys, chunk)
-  tiles, parts = chunk // TILE, 2 if refines(settings) else 1
+  tiles, parts = chunk // TILE, 2 if settings.splits else 1
   shapes = {
     'left': ((2 * chunk, num_keys), operand),
     'entry': ((2 * chunk, num_keys), operand),
@@ -156,14 +155,19 @@ def scratch_shapes(
     'd_values': ((chunk, num_values), f32),
     'values': ((chunk, num_values), operand),
     'outer': ((2 * chunk, num_values), operand),
+    'd_scores': ((2 * chunk * (2 if settings.refines else 1), chunk), operand),
     'd_left': ((2 * chunk, num_keys), f32),
     'd_keys': ((chunk, num_keys), f32),
   }
   for level in range(tiles.bit_length() - 1):
     shapes[f'below{level}'] = ((chunk // 2, chunk), operand)
     shapes[f'merged{level}'] = ((chunk, chunk), operand)
-  if refines(settings):
-    shapes['lower'] = ((2 * chunk, chunk), operand)
+  if settings.splits:
+    lower_parts = 2 if settings.refines else 1
+    shapes['lower'] = ((lower_parts * chunk, chunk), operand)
+    shapes['d_write'] = ((chunk, num_values), operand)
+    shapes['write_missing'] = ((chunk, num_values), operand)
+  if settings.refines:
     shapes['rest'] = ((chunk, num_values), operand)
     shapes['write_exact'] = ((chunk, num_values), f32)
   if not settings.kda.beta_sigmoid:
@@ -179,7 +183,7 @@ class Step:
     blocks: references of arrays by name.
     settings: static settings.
     strengths: [C, heads] write strengths, one row per token.
-    numbers: int32 [4, C, lanes] documents and masks of tokens, or None.
+    numbers: int32 [5, C, lanes] documents and masks of tokens, or None.
     later: [C, C] operand, 1 where the column's token is in the sums of the row.
     d_strengths: [C, heads] takes the gradient of write strengths.
   """
@@ -203,6 +207,7 @@ class Step:
     document = along_lanes(DOCUMENT)
     self.numbers[DOCUMENTS] = document
     self.numbers[REAL_MASK] = along_lanes(REAL)
+    self.numbers[LAST_MASK] = along_lanes(LAST)
     for place, other in (
       (ENTRY_MASK, along_lanes(ENTRY)),
       (EXIT_MASK, jnp.broadcast_to(document[-1:], shape)),
@@ -322,6 +327,17 @@ def prepare(step: Step, head, own):
     yield
 
 
+def _store_parts(ref, place: int, width: int, x: jax.Array, settings) -> None:
+  """Stores a tile's rows in as many parts as the reference has room for."""
+  chunk = settings.chunk
+  parts = (x.astype(settings.operand),)
+  if ref.shape[0] > chunk:
+    parts = split(x, settings)
+  for part, kept in enumerate(parts):
+    start = part * chunk + place
+    ref[start : start + TILE, :width] = kept
+
+
 def score(step: Step, head, own):
   """Scores of each tile against the keys up to it, and the exit view."""
   settings = step.settings
@@ -343,23 +359,14 @@ def score(step: Step, head, own):
       same = step.same_document(rows, width)
       causal, strict = causal & same, strict & same
     qk = jnp.where(causal, strip[:TILE], 0.0)
-    if refines(settings):
-      for part, x in enumerate(split(qk, settings)):
-        start = part * chunk + place
-        own.qk[start : start + TILE, :width] = x
-    else:
-      own.qk[rows, :width] = qk.astype(operand)
+    _store_parts(own.qk, place, width, qk, settings)
     kk = jnp.where(strict, strip[TILE:], 0.0)
     if not settings.kda.beta_sigmoid:
-      for part, x in enumerate(split(kk, settings)):
-        start = part * chunk + place
-        own.kk[start : start + TILE, :width] = x
+      _store_parts(own.kk, place, width, kk, settings)
     lower = kk * own.beta[rows, :width]
     own.diagonal[:, place : place + TILE] = lower[:, place : place + TILE]
-    if refines(settings):
-      for part, x in enumerate(split(lower, settings)):
-        start = part * chunk + place
-        own.lower[start : start + TILE, :width] = x
+    if settings.splits:
+      _store_parts(own.lower, place, width, lower, settings)
     negative = (-lower).astype(operand)
     for level in range(tiles.bit_length() - 1):
       size = TILE << level

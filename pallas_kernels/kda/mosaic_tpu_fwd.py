@@ -60,8 +60,9 @@ class TpuConfig:
     chunk: tokens between two states.
     heads: value heads a grid step.
     level: FAST rounds all operands to bfloat16; DEFAULT multiplies new values
-      unrounded; HIGH also refines the triangular solve once; HIGHEST rounds no
-      operand.
+      unrounded and refines once what is solved for their gradient, which is
+      read from unrounded scores; HIGH also refines the solve for new values and
+      rounds no gradient of scores; HIGHEST rounds no operand.
     narrow: whether reciprocals and roots are made of exp2 and log2, which is
       cheaper where they are not instructions (TPU v5).
     packed: whether tokens have documents and padding.

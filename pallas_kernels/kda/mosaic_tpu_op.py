@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import (
+  checks,
   chunk_layout,
   custom_vjp,
   mosaic_tpu_bwd,
@@ -131,18 +132,19 @@ def kda_mosaic_tpu(
     NotImplementedError: the kernels do not support the call.
   """
   settings = choose_settings(arrays, packing, config)
+  checks.check_kernel_target()
   chunk = settings.chunk
   chunks = chunk_layout.count_chunks(arrays, packing, chunk)
   layout = chunk_layout.lay_out(arrays, packing, chunk, chunks)
-  plan = _number_tokens(layout.plan, settings, chunks)
+  plan = number_tokens(layout.plan, settings, chunks)
   axes = varying.varying_axes((layout.arrays, plan))
   arrays, plan = varying.vary_over((layout.arrays, plan), axes)
   num_keys, num_values = arrays.q_BTHK.shape[-1], arrays.v_BTHV.shape[-1]
-  o, final = _operator(settings, _fill_lanes(arrays), plan)
+  o, final = _operator(settings, fill_lanes(arrays), plan)
   return layout.restore(o[..., :num_values], final[..., :num_keys, :num_values])
 
 
-def _fill_lanes(arrays: operands.Operands) -> operands.Operands:
+def fill_lanes(arrays: operands.Operands) -> operands.Operands:
   """Pads channels to whole registers of 128 lanes.
 
   Heads lie side by side along lanes, and a head that began inside of a register
@@ -169,7 +171,7 @@ def _fill_lanes(arrays: operands.Operands) -> operands.Operands:
   )
 
 
-def _number_tokens(
+def number_tokens(
   plan: segments.ChunkPlan, settings: mosaic_tpu_fwd.TpuConfig, chunks: int
 ) -> TokenPlan:
   """Packs what is known of tokens into one block a chunk."""

@@ -266,12 +266,13 @@ def _lay_out_mosaic_tpu(arrays, packing, config):
   states is about as much as it holds less of queries, outputs and saved states.
   """
   settings = mosaic_tpu_op.choose_settings(arrays, packing, config)
+  checks.check_kernel_target()
   chunks = chunk_layout.count_chunks(arrays, packing, settings.chunk)
   layout = chunk_layout.lay_out(arrays, packing, settings.chunk, chunks)
-  plan = mosaic_tpu_op._number_tokens(layout.plan, settings, chunks)
+  plan = mosaic_tpu_op.number_tokens(layout.plan, settings, chunks)
   axes = varying.varying_axes((layout.arrays, plan))
   arrays, plan = varying.vary_over((layout.arrays, plan), axes)
-  flat = mosaic_tpu_op.flatten(mosaic_tpu_op._fill_lanes(arrays))
+  flat = mosaic_tpu_op.flatten(mosaic_tpu_op.fill_lanes(arrays))
   return settings, flat, plan
 
 

@@ -101,6 +101,8 @@ class KdaApiTest(parameterized.TestCase):
       trace(implementation='mosaic_gpu')
     with self.assertRaisesRegex(NotImplementedError, 'lower_bound=None: .*-5'):
       trace(implementation='mosaic_tpu', lower_bound=None)
+    with self.assertRaisesRegex(NotImplementedError, 'do not run on cpu'):
+      trace(implementation='mosaic_tpu')
     with mock.patch.object(tile, '_MOST_VMEM_BYTES', 2**20):
       with self.assertRaisesRegex(NotImplementedError, 'of VMEM; supported'):
         trace(implementation='mosaic_tpu')

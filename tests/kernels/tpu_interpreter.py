@@ -5,7 +5,7 @@ from unittest import mock
 
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import mosaic_tpu_bwd, mosaic_tpu_fwd, tile
+from pallas_kernels.kda import tile
 
 # Short chunks and few heads a grid step, which compile fast; a call still has
 # several of both.
@@ -58,10 +58,9 @@ def discharged(implementation='mosaic_tpu'):
   if implementation != 'mosaic_tpu':
     yield
     return
-  calls = (mosaic_tpu_fwd.forward_call, mosaic_tpu_bwd.backward_call)
-  with contextlib.ExitStack() as stack:
-    for call in calls:
-      stack.enter_context(mock.patch.dict(call.__kwdefaults__, interpret=True))
-    stack.enter_context(mock.patch.object(tile, '_CHUNK', CHUNK))
-    stack.enter_context(mock.patch.object(tile, '_MOST_HEADS', 1))
+  with (
+    pltpu.force_tpu_interpret_mode(True),
+    mock.patch.object(tile, '_CHUNK', CHUNK),
+    mock.patch.object(tile, '_MOST_HEADS', 1),
+  ):
     yield
