@@ -21,11 +21,15 @@ def short_conv(
   Returns:
     [B, T, D] in `x_BTD.dtype`; products and sum are float32.
   """
-  x_f32 = x_BTD.astype(jnp.float32)
-  total = x_f32 * w_CD[0][None, None]
-  for lag in range(1, min(w_CD.shape[0], x_BTD.shape[1])):
+  tokens = x_BTD.shape[1]
+  most = min(w_CD.shape[0], tokens) - 1
+  # Inputs are padded, not products: the products then fuse into one pass.
+  padded = jnp.pad(x_BTD, ((0, 0), (most, 0), (0, 0)))
+  total = x_BTD.astype(jnp.float32) * w_CD[0][None, None]
+  for lag in range(1, most + 1):
     same = segment_ids_BT[:, lag:] == segment_ids_BT[:, :-lag]
-    past = jnp.where(same[..., None], x_f32[:, :-lag], 0.0)
-    past = past * w_CD[lag][None, None]
-    total = total + jnp.pad(past, ((0, 0), (lag, 0), (0, 0)))
+    same = jnp.pad(same, ((0, 0), (lag, 0)))
+    past = padded[:, most - lag : most - lag + tokens].astype(jnp.float32)
+    past = jnp.where(same[..., None], past, 0.0)
+    total = total + past * w_CD[lag][None, None]
   return jax.nn.silu(total).astype(x_BTD.dtype)
