@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kda import operands
+from pallas_kernels.kda import operands, tile
 
 _LANES = 128
 # Sixteen heads hide most of a block's start-up; with q that makes 96 rows of
@@ -20,8 +20,6 @@ _MOST_BUFFERS = 8
 _SPILL_BYTES = 8 * 2**20
 # Every generation has at least 64 MB of VMEM a core.
 _MOST_VMEM_BYTES = 60 * 2**20
-# Words of SMEM.
-_MOST_IDS = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +139,6 @@ def find_obstacle(
       f'{plan.vmem_bytes} bytes of VMEM; accepted are {_MOST_VMEM_BYTES}.'
     )
   ids = requests * (tokens + 1)
-  if ids > _MOST_IDS:
-    return f'The call has {ids} ids of slots; accepted are {_MOST_IDS}.'
+  if ids > tile.MOST_SCALARS:
+    return f'The call has {ids} ids of slots; accepted are {tile.MOST_SCALARS}.'
   return None

@@ -1,9 +1,10 @@
 """KDA's backward as one Pallas kernel for TPU.
 
+The grid is (rows, blocks of heads, chunks + 1), the last axis sequential.
 Chunks are taken in reverse. Each is recomputed from the inputs and the state
-before it, and the gradient of the state is carried in VMEM. All heads of a grid
-step go through the same stage before any goes on to the next, so that they fill
-each other's waits for matrix results.
+before it, all that the forward saves, and the gradient of the state is carried
+in VMEM. The gradients of q, k and g are written one step late, among the waits
+of the next chunk; `mosaic_tpu_bwd_order` has the order of all stages.
 """
 
 import functools
@@ -126,6 +127,60 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       blocks['d_h0'][0, h] = state_ref[1 - exit_slot, h]
 
     lax.fori_loop(0, settings.heads, copy, None)
+
+
+def _scratch_shapes(
+  settings, groups: int, num_keys: int, num_values: int, gate_dtype
+) -> dict:
+  """Shape and dtype of each scratch; heads first, two buffers of what is kept.
+
+  Args:
+    settings: static settings.
+    groups: value heads that read one head of q and k.
+    num_keys: channels of a key.
+    num_values: channels of a value.
+    gate_dtype: of the gate's logits.
+  """
+  chunk, heads = settings.chunk, settings.heads
+  own = stages.scratch_shapes(settings, num_keys, num_values, gate_dtype)
+  scratch = {
+    name: ((heads * (2 if name in stages.KEPT else 1), *shape), kind)
+    for name, (shape, kind) in own.items()
+  }
+  scratch['d_state'] = ((2, heads, num_keys, num_values), jnp.float32)
+  scratch['strengths'] = ((chunk, heads), jnp.float32)
+  scratch['d_strengths'] = ((chunk, heads), jnp.float32)
+  if min(groups, heads) > 1:
+    width = max(heads // groups, 1) * num_keys
+    scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), jnp.float32)
+  if settings.packed:
+    lanes, parts = max(num_keys, num_values, chunk), 1 if settings.exact else 2
+    scratch['numbers'] = ((2, stages.NUMBERS, chunk, lanes), jnp.int32)
+    scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
+  return scratch
+
+
+def count_vmem_bytes(
+  settings, groups: int, num_keys: int, num_values: int, gate_dtype
+) -> int:
+  """VMEM of a grid step, in bytes, at least; arguments as `_scratch_shapes`."""
+  chunk, heads = settings.chunk, settings.heads
+  operand, f32 = settings.operand, jnp.float32
+  parts = 1 if settings.exact else 2
+  width = max(heads // groups, 1) * num_keys
+  # Gradients of heads that several blocks share are added up in float32.
+  qk_out = f32 if groups > heads else operand
+  windows = [((chunk, width), kind) for kind in (operand, qk_out) * 2]
+  windows += [((chunk, heads * num_keys), gate_dtype)] * 2
+  windows += [((chunk, heads * num_values), operand)] * 3
+  windows += [((heads, num_keys, num_values), kind) for kind in (f32, f32)]
+  windows += [((heads, num_keys, num_values), operand)]
+  windows += [((heads, chunk), f32)] * 2
+  windows += [((2 * chunk + 8, parts * chunk), operand)]
+  windows += [((1, heads * num_keys), f32)] * 2
+  windows += [((8, heads * num_keys), f32), ((8, chunk), jnp.int32)]
+  scratch = _scratch_shapes(settings, groups, num_keys, num_values, gate_dtype)
+  return tile.vmem_bytes(windows, scratch.values(), settings.exact)
 
 
 def _mark_last(tokens: jax.Array) -> jax.Array:
@@ -279,21 +334,7 @@ def backward_call(
       f32,
       pl.BlockSpec((1, 8, heads * num_keys), lambda b, h, t, *_: (b, 0, h)),
     )
-  own = stages.scratch_shapes(settings, num_keys, num_values, g.dtype)
-  scratch = {
-    name: ((heads * (2 if name in stages.KEPT else 1), *shape), kind)
-    for name, (shape, kind) in own.items()
-  }
-  scratch['d_state'] = ((2, heads, num_keys, num_values), f32)
-  scratch['strengths'] = ((chunk, heads), f32)
-  scratch['d_strengths'] = ((chunk, heads), f32)
-  if min(groups, heads) > 1:
-    width = block_key_heads * num_keys
-    scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), f32)
-  if settings.packed:
-    lanes = max(num_keys, num_values, chunk)
-    scratch['numbers'] = ((2, stages.NUMBERS, chunk, lanes), jnp.int32)
-    scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
+  scratch = _scratch_shapes(settings, groups, num_keys, num_values, g.dtype)
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]
   cells = batch * num_tokens * value_heads
@@ -303,7 +344,9 @@ def backward_call(
       settings=settings,
       names=(*scalars, *inputs, *outputs),
       scratch_names=tuple(scratch),
-      own_names=tuple(own),
+      own_names=tuple(
+        stages.scratch_shapes(settings, num_keys, num_values, g.dtype)
+      ),
       groups=groups,
     ),
     out_shape=[
@@ -323,11 +366,17 @@ def backward_call(
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tile.vmem_bytes(windows, scratch.values()),
+      vmem_limit_bytes=tile.vmem_bytes(
+        windows, scratch.values(), settings.exact
+      ),
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * cells * (7 * num_keys * num_values + 11 * chunk * num_keys),
-      bytes_accessed=sum(x.nbytes for x in (q, k, v, v, g, d_o)) * 2,
+      bytes_accessed=sum(x.nbytes for x in inputs.values())
+      + sum(
+        math.prod(shape) * jnp.dtype(dtype).itemsize
+        for shape, dtype, _ in outputs.values()
+      ),
       transcendentals=4 * cells * num_keys,
     ),
     interpret=interpret,
@@ -348,14 +397,14 @@ def backward_call(
     written = jnp.zeros((d_h0.shape[0],), bool).at[sequence].set(True)
     d_h0 = jnp.where(written[:, None, None, None], d_h0, 0.0)
   d_beta = jnp.transpose(results['d_beta'], (0, 1, 4, 2, 3)).reshape(beta.shape)
-  sums = results.get('d_gate')
+  gate_sums = results.get('d_gate')
   return grads.Gradients(
     d_q,
     d_k,
     results['d_v'],
     results['d_g'],
     d_beta.astype(beta.dtype),
-    None if sums is None else sums[:, 0],
-    None if sums is None else sums[:, 1],
+    None if gate_sums is None else gate_sums[:, 0],
+    None if gate_sums is None else gate_sums[:, 1],
     d_h0,
   )

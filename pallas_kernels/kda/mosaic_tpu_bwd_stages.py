@@ -103,9 +103,18 @@ def own_rows(i: int) -> slice:
   return slice(prefix_row(i + 1) - TILE, prefix_row(i + 1))
 
 
-def scale(x: jax.Array, row: jax.Array, settings) -> jax.Array:
-  """Multiplies operands [.., K] by a row of factors."""
-  if settings.narrow or settings.exact:
+def scale(
+  x: jax.Array, row: jax.Array, settings, exactly: bool = False
+) -> jax.Array:
+  """Multiplies operands [.., K] by a row of factors.
+
+  Args:
+    x: operands.
+    row: float32 [1, K], powers of two unless exactly.
+    settings: static settings.
+    exactly: whether not to round the factors, only the products.
+  """
+  if settings.narrow or settings.exact or exactly:
     return (x.astype(jnp.float32) * row).astype(x.dtype)
   factors = jnp.broadcast_to(row, (TILE, x.shape[1])).astype(x.dtype)
   parts = [x[i : i + TILE] * factors for i in range(0, x.shape[0], TILE)]
@@ -118,6 +127,8 @@ def iota(shape, axis):
 
 
 # What the gradients of q, k and g still need when the next chunk is prepared.
+# They also need d_left, d_keys and tail, of which there is one buffer: `finish`
+# must end before `pull_scores` and `pull_states` of the next chunk.
 KEPT = (
   *('left', 'prefixes', 'grow', 'shrink', 'slope', 'q_root', 'k_root'),
   *('q', 'k', 'g'),
@@ -182,10 +193,11 @@ class Step:
   Attributes:
     blocks: references of arrays by name.
     settings: static settings.
-    strengths: [C, heads] write strengths, one row per token.
+    strengths: float32 [C, heads] write strengths, one row per token.
     numbers: int32 [5, C, lanes] documents and masks of tokens, or None.
-    later: [C, C] operand, 1 where the column's token is in the sums of the row.
-    d_strengths: [C, heads] takes the gradient of write strengths.
+    later: operand [C, parts * C], 1 where the column's token is in the sums of
+      the row.
+    d_strengths: float32 [C, heads] takes the gradient of write strengths.
   """
 
   def __init__(self, blocks, settings, strengths, numbers, later, d_strengths):
@@ -380,7 +392,10 @@ def score(step: Step, head, own):
   factor = own.factors[AT_LEAVE : AT_LEAVE + 1]
   for i in range(tiles):
     start = prefix_row(tiles - 1) + TILE * i
-    leaving = scale(own.prefixes[start : start + TILE], factor, settings)
+    keys = own.prefixes[start : start + TILE]
+    # At a cost that only `high` pays: the rounding of a factor is common to all
+    # keys of a chunk.
+    leaving = scale(keys, factor, settings, exactly=settings.refines)
     own.leaving[rows_of(i)] = step.select(EXIT_MASK, rows_of(i), leaving)
   column = jnp.transpose(own.factors[AT_TOTAL : AT_TOTAL + 8])[:, 0:1]
   own.total[...] = jnp.broadcast_to(column, own.total.shape)

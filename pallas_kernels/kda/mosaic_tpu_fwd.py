@@ -86,12 +86,15 @@ class TpuConfig:
 
   @property
   def splits(self) -> bool:
-    """Whether new values are multiplied in two parts."""
+    """Whether new values, in the backward the scores, are in two parts.
+
+    The backward also refines what it solves for their gradient.
+    """
     return self.level in (DEFAULT, HIGH)
 
   @property
   def refines(self) -> bool:
-    """Whether the triangular solve is refined."""
+    """Whether all solves are refined and no gradient of scores is rounded."""
     return self.level == HIGH
 
   @property
@@ -136,17 +139,21 @@ def scratch_shapes(
 
 
 def count_vmem_bytes(
-  settings: TpuConfig, num_keys: int, num_values: int
+  settings: TpuConfig, num_keys: int, num_values: int, gate_dtype
 ) -> int:
-  """VMEM of a grid step that saves states, in bytes."""
+  """VMEM of a grid step that saves states, in bytes, at least."""
   chunk, heads = settings.chunk, settings.heads
-  operand = settings.operand
-  windows = [((chunk, heads * num_keys), operand)] * 3
+  operand, f32 = settings.operand, jnp.float32
+  windows = [((chunk, heads * num_keys), operand)] * 2
+  windows += [((chunk, heads * num_keys), gate_dtype)]
   windows += [((chunk, heads * num_values), operand)] * 2
   # The initial, final and saved states.
-  windows += [((heads, num_keys, num_values), jnp.float32)] * 3
+  windows += [((heads, num_keys, num_values), f32)] * 2
+  windows += [((heads, num_keys, num_values), operand)]
+  windows += [((heads, chunk), f32), ((chunk + 32, chunk), operand)]
+  windows += [((1, heads * num_keys), f32), ((8, chunk), jnp.int32)] * 2
   scratch = scratch_shapes(settings, num_keys, num_values).values()
-  return tile.vmem_bytes(windows, scratch)
+  return tile.vmem_bytes(windows, scratch, settings.exact)
 
 
 def _clear(refs) -> None:
@@ -202,18 +209,7 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
 
   made, scored, done = (slots_of(age) for age in range(3))
   num_keys, num_values = state_ref.shape[1:]
-  heads = []
-  for h in range(settings.heads):
-    key_head = h // groups
-    heads.append(
-      views.Head(
-        h,
-        slice(key_head * num_keys, (key_head + 1) * num_keys),
-        slice(h * num_keys, (h + 1) * num_keys),
-        slice(h * num_values, (h + 1) * num_values),
-      )
-    )
-
+  heads = views.make_heads(settings.heads, groups, num_keys, num_values)
   take_turns, weave = kernel_weave.take_turns, settings.weave
   pairs, tiles = -(-len(heads) // 2), settings.chunk // views.TILE
 
@@ -435,11 +431,17 @@ def forward_call(
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tile.vmem_bytes(windows, scratch.values()),
+      vmem_limit_bytes=tile.vmem_bytes(
+        windows, scratch.values(), settings.exact
+      ),
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * cells * (6 * num_keys * num_values + 6 * chunk * num_keys),
-      bytes_accessed=sum(x.nbytes for x in (q, k, v, v, g, beta)),
+      bytes_accessed=sum(x.nbytes for x in inputs.values())
+      + sum(
+        math.prod(shape) * jnp.dtype(dtype).itemsize
+        for shape, dtype, _ in outputs.values()
+      ),
       transcendentals=4 * cells * num_keys,
     ),
     interpret=interpret,

@@ -1,5 +1,6 @@
 """KDA as Pallas kernels for TPU: the operator around the kernels."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -73,6 +74,7 @@ def choose_settings(
   _, tokens, value_heads, num_values = arrays.v_BTHV.shape
   heads, num_keys = arrays.q_BTHK.shape[2:]
   dims = _whole_lanes(num_keys), _whole_lanes(num_values)
+  gate_dtype = arrays.g_BTHK.dtype
   sequences = packing.cu_seqlens is not None
   generation = tile.device_generation()
 
@@ -96,9 +98,51 @@ def choose_settings(
     heads,
     value_heads,
     dims,
-    lambda *sizes: mosaic_tpu_fwd.count_vmem_bytes(settings(*sizes), *dims),
+    lambda *sizes: mosaic_tpu_fwd.count_vmem_bytes(
+      settings(*sizes), *dims, gate_dtype
+    ),
   )
-  return settings(chosen.chunk, chosen.heads, tuple(chosen.order.items()))
+  if sequences:
+    count = tokens // chosen.chunk + packing.cu_seqlens.shape[0]
+    tile.check_scalars(2 * count, 'chunks of sequences')
+  result = settings(chosen.chunk, chosen.heads, tuple(chosen.order.items()))
+  # The backward takes no more heads at a time, and fails as early.
+  fit_backward(result, heads, value_heads, dims, gate_dtype)
+  return result
+
+
+def fit_backward(
+  settings: mosaic_tpu_fwd.TpuConfig,
+  heads: int,
+  value_heads: int,
+  dims: tuple[int, int],
+  gate_dtype,
+) -> mosaic_tpu_fwd.TpuConfig:
+  """Settings with the heads a grid step of the backward.
+
+  Args:
+    settings: of the forward.
+    heads: of q and k.
+    value_heads: of v.
+    dims: channels of a key and of a value, whole registers.
+    gate_dtype: of the gate's logits.
+
+  Raises:
+    NotImplementedError: not even one head fits the VMEM.
+  """
+
+  def with_heads(count):
+    return dataclasses.replace(settings, heads=count)
+
+  count = tile.fit_heads(
+    settings.heads,
+    heads,
+    value_heads,
+    lambda count: mosaic_tpu_bwd.count_vmem_bytes(
+      with_heads(count), value_heads // heads, *dims, gate_dtype
+    ),
+  )
+  return with_heads(count)
 
 
 def find_obstacle(
@@ -256,6 +300,13 @@ def _forward(settings, arrays, plan, save_states):
 
 def _backward(settings, arrays, plan, states, d_o, d_final):
   flat = flatten(arrays)
+  settings = fit_backward(
+    settings,
+    arrays.q_BTHK.shape[2],
+    arrays.v_BTHV.shape[2],
+    states.shape[-2:],
+    arrays.g_BTHK.dtype,
+  )
   grads = mosaic_tpu_bwd.backward_call(
     settings,
     *flat,

@@ -34,7 +34,6 @@ from pallas_kernels.kda import (
 )
 from pallas_kernels.kda import mosaic_tpu_summary_stages as stages
 from pallas_kernels.kda import mosaic_tpu_views as views
-from pallas_kernels.kda.mosaic_tpu_views import Head
 
 
 def _clear(ref) -> None:
@@ -49,21 +48,6 @@ def _clear(ref) -> None:
     ref[tuple(index)] = jnp.zeros(ref.shape[-2:], ref.dtype)
 
   lax.fori_loop(0, math.prod(outer), fill, None)
-
-
-def _make_heads(settings, groups: int, num_keys: int, num_values: int):
-  heads = []
-  for h in range(settings.heads):
-    key_head = h // groups
-    heads.append(
-      Head(
-        h,
-        slice(key_head * num_keys, (key_head + 1) * num_keys),
-        slice(h * num_keys, (h + 1) * num_keys),
-        slice(h * num_values, (h + 1) * num_values),
-      )
-    )
-  return heads
 
 
 def _kernel(*refs, settings, names, scratch_names, groups):
@@ -104,7 +88,7 @@ def _kernel(*refs, settings, names, scratch_names, groups):
   # Slots of the chunks prepared, scored and ended now.
   two, three = ([lax.rem(t + 6 - age, n) for age in range(3)] for n in (2, 3))
   chunks = [stages.SummarySlots(scratch, *places) for places in zip(two, three)]
-  heads = _make_heads(settings, groups, num_keys, num_values)
+  heads = views.make_heads(settings.heads, groups, num_keys, num_values)
   if strengths is not None:
     for head in heads:
       scored = chunks[1]
@@ -273,7 +257,9 @@ def _call(
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tile.vmem_bytes(windows, scratch.values()),
+      vmem_limit_bytes=tile.vmem_bytes(
+        windows, scratch.values(), settings.exact
+      ),
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * cells * flops,

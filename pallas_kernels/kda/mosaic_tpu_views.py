@@ -51,6 +51,25 @@ class Head(NamedTuple):
     return rows_of(tiles - 1 - tile if self.mirrored else tile)
 
 
+def make_heads(
+  heads: int, groups: int, num_keys: int, num_values: int
+) -> list[Head]:
+  """The heads of a grid step, `groups` of which read one head of q and k."""
+
+  def channels(index, width):
+    return slice(index * width, (index + 1) * width)
+
+  return [
+    Head(
+      h,
+      channels(h // groups, num_keys),
+      channels(h, num_keys),
+      channels(h, num_values),
+    )
+    for h in range(heads)
+  ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Windows:
   """References to the blocks of a grid step; None for what a call lacks.

@@ -33,11 +33,15 @@ _BLOCK_BYTES = 2**30
 # forward needs less than half.
 _ARRAYS_AT_ONCE = 16
 
-# Registers that do not fit and the compiler's own buffers.
+# Registers that do not fit and the compiler's own buffers, with operands of
+# bfloat16 and of float32; at most 11 and 22 MiB in what was compiled.
 _SPILL_BYTES = 12 * 2**20
+_EXACT_SPILL_BYTES = 24 * 2**20
 _TUNED = pathlib.Path(__file__).with_name('tuned_tiles.json')
 # Every generation has at least 64 MB of VMEM a core.
 _MOST_VMEM_BYTES = 60 * 2**20
+# Words of SMEM that scalars may take.
+MOST_SCALARS = 2**17
 # Eight tiles; with fewer, products with the state are too small a part.
 _CHUNK = 128
 # Enough independent work to hide the latency of the matrix units.
@@ -124,16 +128,26 @@ def padded_bytes(shape: tuple[int, ...], dtype) -> int:
   return math.prod(outer) * rows * lanes * size
 
 
-def vmem_bytes(windows: Iterable, scratch: Iterable) -> int:
+def vmem_bytes(windows: Iterable, scratch: Iterable, exact: bool) -> int:
   """VMEM that a kernel takes, in bytes.
 
   Args:
     windows: shape and dtype of each block that is copied in or out; there are
       two of each, one of which is being copied.
     scratch: shape and dtype of each scratch.
+    exact: whether operands of products are float32.
   """
   copied = sum(2 * padded_bytes(*x) for x in windows)
-  return copied + sum(padded_bytes(*x) for x in scratch) + _SPILL_BYTES
+  spilled = _EXACT_SPILL_BYTES if exact else _SPILL_BYTES
+  return copied + sum(padded_bytes(*x) for x in scratch) + spilled
+
+
+def check_scalars(count: int, what: str) -> None:
+  """Raises NotImplementedError if int32 scalars do not fit the SMEM."""
+  if count > MOST_SCALARS:
+    raise NotImplementedError(
+      f'The call has {count} {what}; supported are {MOST_SCALARS}.'
+    )
 
 
 def device_generation() -> str:
@@ -165,6 +179,36 @@ def is_narrow(generation: str) -> bool:
 @functools.cache
 def _tuned_tiles() -> list[dict]:
   return json.loads(_TUNED.read_text(encoding='utf-8'))
+
+
+def fit_heads(
+  most: int,
+  heads: int,
+  value_heads: int,
+  count_bytes: Callable[[int], int],
+) -> int:
+  """The most value heads a grid step that fit the VMEM.
+
+  Args:
+    most: bound on them.
+    heads: of q and k.
+    value_heads: of v.
+    count_bytes: heads -> VMEM bytes of a grid step.
+
+  Raises:
+    NotImplementedError: not even one head fits.
+  """
+  group = value_heads // heads
+  for count in range(min(most, value_heads), 0, -1):
+    shares = count % group == 0 or group % count == 0
+    if value_heads % count or not shares:
+      continue
+    if count_bytes(count) <= _MOST_VMEM_BYTES:
+      return count
+  raise NotImplementedError(
+    f'One head of a chunk takes {count_bytes(1)} bytes of VMEM; supported are '
+    f'{_MOST_VMEM_BYTES}: use fewer channels or chunks of fewer tokens.'
+  )
 
 
 class KernelTile(NamedTuple):
@@ -212,20 +256,11 @@ def choose_kernel_tile(
   chunk = tuned[0]['chunk'] if tuned else _CHUNK
   # A short row would mostly be padding.
   chunk = chunk if tokens > chunk // 2 else chunk // 2
-  group = value_heads // heads
-  for count in range(min(_MOST_HEADS, value_heads), 0, -1):
-    shares = count % group == 0 or group % count == 0
-    if value_heads % count or not shares:
-      continue
-    if count_bytes(chunk, count) > _MOST_VMEM_BYTES:
-      continue
-    order = {}
-    for entry in tuned:
-      if (entry['chunk'], entry['heads']) == (chunk, count):
-        order = entry['order']
-    return KernelTile(chunk, count, order)
-  raise NotImplementedError(
-    f'A chunk of {chunk} tokens of one head with K and V of {dims} takes '
-    f'{count_bytes(chunk, 1)} bytes of VMEM; supported are '
-    f'{_MOST_VMEM_BYTES}.'
+  count = fit_heads(
+    _MOST_HEADS, heads, value_heads, lambda count: count_bytes(chunk, count)
   )
+  order = {}
+  for entry in tuned:
+    if (entry['chunk'], entry['heads']) == (chunk, count):
+      order = entry['order']
+  return KernelTile(chunk, count, order)

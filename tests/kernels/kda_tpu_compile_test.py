@@ -107,6 +107,49 @@ print(json.dumps(reports))
 """
 
 
+# K, V, dtype, precision and whether documents are packed: what takes most VMEM,
+# which tpu7x has least of.
+WIDE = (
+  (256, 256, 'bfloat16', 'high', True),
+  (256, 128, 'float32', 'default', False),
+)
+COMPILE_WIDE = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from pallas_kernels.kda import arg_specs, kda
+
+topology = topologies.get_topology_desc(
+  platform='tpu', topology_name='tpu7x:2x2x1'
+)
+mesh = jax.sharding.Mesh(
+  np.array(topology.devices[:1]), ('model',), (AxisType.Explicit,)
+)
+for keys, values, dtype, precision, packed in json.loads(sys.argv[1]):
+  spec = arg_specs.ArgSpec(1, 512, 8, 8, keys, values, dtype)
+  inputs = arg_specs.abstract_inputs(spec)
+  if packed:
+    inputs['segment_ids'] = jax.ShapeDtypeStruct((1, 512), np.int32)
+  inputs = {
+    name: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+    )
+    for name, x in inputs.items()
+  }
+
+  def loss(inputs):
+    o = kda(**inputs, precision=precision, implementation='mosaic_tpu')
+    return jnp.sum(o.astype(jnp.float32))
+
+  with jax.set_mesh(mesh):
+    run = jax.shard_map(
+      jax.grad(loss, allow_int=True), in_specs=P(), out_specs=P()
+    )
+    print(jax.jit(run).lower(inputs).compile().as_text().count('kda_backward'))
+"""
+
+
 def compile_programs(topology, shapes, slots=64):
   """A report of each program of each shape, on devices of a topology."""
   done = subprocess.run(
@@ -132,6 +175,19 @@ class CompileTest(parameterized.TestCase):
   @parameterized.parameters(*PODS)
   def test_all_kernels_compile_on_shards_of_heads(self, pod):
     self.check(compile_programs(pod, PODS[pod]), PODS[pod])
+
+  def test_wide_heads_fit_the_smallest_memory(self):
+    done = subprocess.run(
+      [sys.executable, '-c', COMPILE_WIDE, json.dumps(WIDE)],
+      cwd=ROOT,
+      env={**os.environ, **kernel_figures.AHEAD_OF_TIME},
+      capture_output=True,
+      text=True,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+    counts = [int(line) for line in done.stdout.split()]
+    self.assertLen(counts, len(WIDE))
+    self.assertGreater(min(counts), 0)
 
   def test_more_elements_than_an_int32_counts(self):
     # The compiler finds that the arrays fit the memory of one device and its
