@@ -121,6 +121,16 @@ def scale(
   return jnp.concatenate(parts)
 
 
+def power_of_two(exponent: jax.Array) -> jax.Array:
+  """2^exponent for whole numbers up to 127, exactly; 0 from -127 down.
+
+  The exponential of a device may be an ulp off, and what moves from tile to
+  tile forth and back would no longer be the same.
+  """
+  biased = jnp.clip(exponent, -127.0, 127.0).astype(jnp.int32) + 127
+  return lax.bitcast_convert_type(biased << 23, jnp.float32)
+
+
 def iota(shape, axis):
   """Numbers along one axis, int32."""
   return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -301,10 +311,11 @@ def prepare(step: Step, head, own):
   yield
   entry = bits[chunk:]
   whole = jnp.floor(entry)
-  own.factors[AT_ENTRY : AT_ENTRY + 8] = jnp.exp2(-_REBALANCE_BITS - whole)
+  own.factors[AT_ENTRY : AT_ENTRY + 8] = power_of_two(-_REBALANCE_BITS - whole)
   anchor = _REBALANCE_BITS - (entry - whole)
   own.factors[AT_ANCHOR : AT_ANCHOR + 8] = anchor
-  own.factors[AT_STEP : AT_STEP + 8] = jnp.exp2(pltpu.roll(whole, 1, 0) - whole)
+  step_bits = whole - pltpu.roll(whole, 1, 0)
+  own.factors[AT_STEP : AT_STEP + 8] = power_of_two(-step_bits)
   leave = anchor[tiles - 1 : tiles] - bits[chunk - 1 : chunk]
   own.factors[AT_LEAVE : AT_LEAVE + 8] = jnp.broadcast_to(
     jnp.exp2(leave), (8, num_keys)
