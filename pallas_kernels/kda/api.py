@@ -117,13 +117,18 @@ def kda(
       back in one row (B = 1); empty sequences keep their initial state. Tokens
       outside the bounds are padding. Excludes segment_ids.
     state_layout: 'kv' or 'vk', order of the last two axes of states.
-    precision: 'fast', 'default', 'high' or 'highest': which products keep
-      float32 operands when q, k and v are bfloat16. 'fast' loses a digit where
-      keys repeat under weak decay. float32 arrays are never rounded.
+    precision: 'fast', 'default', 'high' or 'highest': how much more than one
+      product of bfloat16 operands is spent where q, k and v are bfloat16; only
+      'highest' multiplies in float32. Where keys repeat for thousands of tokens
+      under next to no decay, states of 'fast' and 'default' are off by percents
+      and those of 'high' by 1e-3; with write strengths next to 2 there, which
+      only just do not grow, 'highest' alone is right. float32 arrays are never
+      rounded.
     cp_axis: mesh axis over which tokens are split; only None is implemented.
     implementation: None picks by the mesh's platform: on TPU the kernels if
       they support the call, else 'chunked_xla'; or one of IMPLEMENTATIONS.
-      'mosaic_tpu' needs a lower_bound, and all axes of the mesh manual.
+      'mosaic_tpu' needs a lower_bound, all axes of the mesh manual, and a TPU,
+      or a mesh of them to compile for, or Pallas' interpretation.
 
   Returns:
     Outputs [B, T, HV, V] in v's dtype; with return_final_state also the final

@@ -102,7 +102,7 @@ class KdaParityTest(parameterized.TestCase):
     hard = gate in HARD_GATES
     self.check(inputs, implementation, hard=hard, gate=gate)
 
-  @parameterized.parameters(*COMPARED)
+  @parameterized.parameters(*(x for x in COMPARED if x not in REFUSING))
   def test_saturated_gates_of_a_document_that_ends_inside_a_chunk(self, name):
     # What the last token writes is far more than what is left of the rest,
     # and no rounding of it may reach the gradient of earlier gates.
