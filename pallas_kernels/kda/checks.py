@@ -76,9 +76,13 @@ def check_gate(A_log, dt_bias, gate_in_kernel: bool) -> None:
       )
 
 
-def _check_array(name: str, value: Any, shape: tuple, dtypes: tuple) -> None:
+def _check_is_array(name: str, value: Any) -> None:
   if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
     raise ValueError(f'{name} must be an array, not {type(value).__name__}.')
+
+
+def _check_array(name: str, value: Any, shape: tuple, dtypes: tuple) -> None:
+  _check_is_array(name, value)
   if tuple(value.shape) != shape:
     raise ValueError(f'{name} has shape {value.shape}; accepted is {shape}.')
   if value.dtype not in dtypes:
@@ -128,6 +132,9 @@ def check_arrays(
   if arrays.dt_bias_HK is not None:
     _check_array('dt_bias', arrays.dt_bias_HK, (value_heads, num_keys), f32)
   states = batch
+  for name, value in (('segment_ids', segment_ids), ('cu_seqlens', cu_seqlens)):
+    if value is not None:
+      _check_is_array(name, value)
   if segment_ids is not None:
     if cu_seqlens is not None:
       raise ValueError(
@@ -150,7 +157,7 @@ def _check_bounds(cu_seqlens: jax.Array, batch: int, tokens: int) -> None:
       f'cu_seqlens of shape {cu_seqlens.shape} needs a batch of 1; the batch '
       f'is {batch}.'
     )
-  if getattr(cu_seqlens, 'ndim', None) != 1 or cu_seqlens.shape[0] < 2:
+  if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
     raise ValueError(
       f'cu_seqlens has shape {cu_seqlens.shape}; accepted is [sequences + 1].'
     )

@@ -93,6 +93,8 @@ class KdaApiTest(parameterized.TestCase):
     bounds = jnp.asarray(bounds, jnp.int32)
     with self.assertRaisesRegex(ValueError, 'must rise from at least 0'):
       jax.eval_shape(lambda x: kda(**x, cu_seqlens=bounds), inputs)
+    with self.assertRaisesRegex(ValueError, 'must be an array, not list'):
+      jax.eval_shape(lambda x: kda(**x, cu_seqlens=[0, 20]), inputs)
 
   def test_refuses_what_is_not_available(self):
     with self.assertRaisesRegex(NotImplementedError, "cp_axis='seq'"):
