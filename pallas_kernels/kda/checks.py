@@ -25,9 +25,13 @@ def _kernels_are_interpreted() -> bool:
 
   JAX has no function that tells; a call of a kernel carries the setting.
   """
-  call = pl.pallas_call(
-    lambda _: None, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32)
+  constant = jnp.zeros((8, 128))
+  shape = jax.ShapeDtypeStruct(
+    constant.shape,
+    constant.dtype,
+    manual_axis_type=jax.typeof(constant).manual_axis_type,
   )
+  call = pl.pallas_call(lambda _: None, out_shape=shape)
   (equation,) = jax.make_jaxpr(call)().eqns
   return bool(equation.params['interpret'])
 
