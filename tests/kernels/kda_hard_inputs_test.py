@@ -237,6 +237,9 @@ class KdaHardInputsTest(parameterized.TestCase):
       bounds = dict.fromkeys(errors, 6e-3) | {'o': 3e-3, 'final': 1e-3}
     elif layers == 'kimi_k3':
       bounds |= {'o': 4.5e-3, 'final': 6e-3}
+    else:
+      # Keys that resemble each other, all written with strength 1.
+      bounds = dict.fromkeys(errors, 1.3e-2)
     self.check(errors, bounds)
 
   @parameterized.product(
@@ -253,7 +256,7 @@ class KdaHardInputsTest(parameterized.TestCase):
       )
     bounds = dict.fromkeys(errors, 1e-4 if dtype == 'float32' else 1e-2)
     if kernel and dtype == 'bfloat16':
-      bounds |= {'v': 1.6e-2, 'g': 1.2e-2, 'beta': 2.5e-2}
+      bounds |= {'q': 1.2e-2, 'v': 1.6e-2, 'g': 1.2e-2, 'beta': 2.5e-2}
     self.check(errors, bounds)
 
   @parameterized.parameters(*CHUNKED)
