@@ -372,10 +372,9 @@ def backward_call(
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * cells * (7 * num_keys * num_values + 11 * chunk * num_keys),
-      bytes_accessed=sum(x.nbytes for x in inputs.values())
-      + sum(
-        math.prod(shape) * jnp.dtype(dtype).itemsize
-        for shape, dtype, _ in outputs.values()
+      bytes_accessed=tile.array_bytes(
+        [(x.shape, x.dtype) for x in inputs.values()]
+        + [(shape, dtype) for shape, dtype, _ in outputs.values()]
       ),
       transcendentals=4 * cells * num_keys,
     ),

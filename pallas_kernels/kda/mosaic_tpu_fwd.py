@@ -437,10 +437,9 @@ def forward_call(
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * cells * (6 * num_keys * num_values + 6 * chunk * num_keys),
-      bytes_accessed=sum(x.nbytes for x in inputs.values())
-      + sum(
-        math.prod(shape) * jnp.dtype(dtype).itemsize
-        for shape, dtype, _ in outputs.values()
+      bytes_accessed=tile.array_bytes(
+        [(x.shape, x.dtype) for x in inputs.values()]
+        + [(shape, dtype) for shape, dtype, _ in outputs.values()]
       ),
       transcendentals=4 * cells * num_keys,
     ),

@@ -116,6 +116,11 @@ def choose_tiles(platform: str, key_dim: int, value_dim: int) -> TileConfig:
   return TileConfig(max_block=_BLOCK_BYTES // (TileConfig.chunk * row_bytes))
 
 
+def array_bytes(arrays: Iterable) -> int:
+  """Bytes of arrays in HBM, given by shape and dtype."""
+  return sum(math.prod(s) * jnp.dtype(dtype).itemsize for s, dtype in arrays)
+
+
 def padded_bytes(shape: tuple[int, ...], dtype) -> int:
   """Bytes of an array in VMEM, whose last two axes are held in whole tiles.
 

@@ -150,18 +150,24 @@ for keys, values, dtype, precision, packed in json.loads(sys.argv[1]):
 """
 
 
-def compile_programs(topology, shapes, slots=64):
-  """A report of each program of each shape, on devices of a topology."""
+def run_script(script, *arguments):
+  """Lines that a script prints in a process that compiles ahead of time."""
   done = subprocess.run(
-    [sys.executable, '-c', COMPILE, topology, json.dumps(shapes), str(slots)],
+    [sys.executable, '-c', script, *arguments],
     cwd=ROOT,
     env={**os.environ, **kernel_figures.AHEAD_OF_TIME},
     capture_output=True,
     text=True,
   )
   if done.returncode:
-    raise RuntimeError(f'Compiling for {topology} failed:\n{done.stderr}')
-  return json.loads(done.stdout.splitlines()[-1])
+    raise RuntimeError(f'Compiling with {arguments} failed:\n{done.stderr}')
+  return done.stdout.splitlines()
+
+
+def compile_programs(topology, shapes, slots=64):
+  """A report of each program of each shape, on devices of a topology."""
+  lines = run_script(COMPILE, topology, json.dumps(shapes), str(slots))
+  return json.loads(lines[-1])
 
 
 class CompileTest(parameterized.TestCase):
@@ -177,15 +183,7 @@ class CompileTest(parameterized.TestCase):
     self.check(compile_programs(pod, PODS[pod]), PODS[pod])
 
   def test_wide_heads_fit_the_smallest_memory(self):
-    done = subprocess.run(
-      [sys.executable, '-c', COMPILE_WIDE, json.dumps(WIDE)],
-      cwd=ROOT,
-      env={**os.environ, **kernel_figures.AHEAD_OF_TIME},
-      capture_output=True,
-      text=True,
-    )
-    self.assertEqual(done.returncode, 0, done.stderr)
-    counts = [int(line) for line in done.stdout.split()]
+    counts = [int(line) for line in run_script(COMPILE_WIDE, json.dumps(WIDE))]
     self.assertLen(counts, len(WIDE))
     self.assertGreater(min(counts), 0)
 
