@@ -10,6 +10,7 @@ from pallas_kernels import target
 from pallas_kernels.kda import (
   checks,
   chunked_op,
+  mosaic_gpu_op,
   mosaic_tpu_op,
   operands,
   reference,
@@ -23,13 +24,7 @@ _RUNNERS = {
   'reference': reference.kda_reference,
   'chunked_xla': chunked_op.kda_chunked_xla,
   'mosaic_tpu': mosaic_tpu_op.kda_mosaic_tpu,
-}
-
-_UNAVAILABLE = {
-  'mosaic_gpu': (
-    'no Pallas kernel for GPU is part of this package yet; '
-    "use 'chunked_xla', which XLA compiles for GPU"
-  ),
+  'mosaic_gpu': mosaic_gpu_op.kda_mosaic_gpu,
 }
 
 
@@ -49,6 +44,9 @@ def _default_implementation(arrays, packing, config) -> str:
   if platform == 'tpu':
     reason = mosaic_tpu_op.find_obstacle(arrays, packing, config)
     choice = 'mosaic_tpu' if reason is None else choice
+  if platform == 'gpu':
+    reason = mosaic_gpu_op.find_obstacle(arrays, config)
+    choice = 'mosaic_gpu' if reason is None else choice
   _log_default(platform, choice, reason)
   return choice
 
@@ -125,10 +123,13 @@ def kda(
       only just do not grow, 'highest' alone is right. float32 arrays are never
       rounded.
     cp_axis: mesh axis over which tokens are split; only None is implemented.
-    implementation: None picks by the mesh's platform: on TPU the kernels if
-      they support the call, else 'chunked_xla'; or one of IMPLEMENTATIONS.
-      'mosaic_tpu' needs a lower_bound, all axes of the mesh manual, and a TPU,
-      or a mesh of them to compile for, or Pallas' interpretation.
+    implementation: None picks by the mesh's platform: on TPU and on Hopper GPUs
+      the kernels if they support the call, else 'chunked_xla'; or one of
+      IMPLEMENTATIONS. 'mosaic_tpu' needs a lower_bound, all axes of the mesh
+      manual, and a TPU, or a mesh of them to compile for, or Pallas'
+      interpretation. 'mosaic_gpu' needs the same of a Hopper GPU, bfloat16
+      arrays, keys of at most 128 channels, write strengths up to 1 and
+      precision 'fast' or 'default'.
 
   Returns:
     Outputs [B, T, HV, V] in v's dtype; with return_final_state also the final
@@ -151,11 +152,6 @@ def kda(
       f'cp_axis={cp_axis!r}: tokens cannot be split over a mesh axis inside '
       'this operator; accepted is None.'
     )
-  if implementation in _UNAVAILABLE:
-    raise NotImplementedError(
-      f'implementation={implementation!r}: {_UNAVAILABLE[implementation]}.'
-    )
-
   config = operands.KdaConfig(
     lower_bound=None if lower_bound is None else float(lower_bound),
     scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

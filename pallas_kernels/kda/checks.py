@@ -20,7 +20,7 @@ def check_choice(name: str, value: Any, accepted: tuple) -> None:
     raise ValueError(f'{name}={value!r} is not one of {accepted}.')
 
 
-def _kernels_are_interpreted() -> bool:
+def kernels_are_interpreted() -> bool:
   """Whether calls of kernels traced here are interpreted.
 
   JAX has no function that tells; a call of a kernel carries the setting.
@@ -36,16 +36,41 @@ def _kernels_are_interpreted() -> bool:
   return bool(equation.params['interpret'])
 
 
-def check_kernel_target() -> None:
-  """Raises NotImplementedError where kernels for TPU would not be lowered."""
+_TARGETS = {
+  'mosaic_tpu': (
+    'tpu',
+    'TPUs, meshes of TPUs given by jax.set_mesh, from which other machines '
+    'compile ahead of time, and interpretation under '
+    'pltpu.force_tpu_interpret_mode',
+  ),
+  'mosaic_gpu': (
+    'gpu',
+    'Hopper GPUs and interpretation under plgpu.force_gpu_interpret_mode',
+  ),
+}
+
+
+def check_kernel_target(implementation: str) -> None:
+  """Raises NotImplementedError where kernels would not be lowered."""
+  wanted, supported = _TARGETS[implementation]
   platform = target.target_platform()
-  if platform != 'tpu' and not _kernels_are_interpreted():
+  if platform != wanted and not kernels_are_interpreted():
     raise NotImplementedError(
-      f"implementation='mosaic_tpu': its kernels do not run on {platform}; "
-      'supported are TPUs, meshes of TPUs given by jax.set_mesh, from which '
-      'other machines compile ahead of time, and interpretation under '
-      'pltpu.force_tpu_interpret_mode.'
+      f'implementation={implementation!r}: its kernels do not run on '
+      f'{platform}; supported are {supported}.'
     )
+
+
+def find_automatic_axis() -> str | None:
+  """Says which mesh axis keeps kernels from running, or None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  for axis, size in mesh.shape.items():
+    if size > 1 and axis not in mesh.manual_axes:
+      return (
+        f'mesh axis {axis!r} of size {size} is not manual, and XLA cannot '
+        'split a kernel; call it inside shard_map'
+      )
+  return None
 
 
 def check_settings(

@@ -133,7 +133,7 @@ def kda_decode(
   elif implementation == 'mosaic_tpu' and reason is not None:
     raise NotImplementedError(f"implementation='mosaic_tpu': {reason}")
   elif implementation == 'mosaic_tpu':
-    checks.check_kernel_target()
+    checks.check_kernel_target('mosaic_tpu')
   config = operands.KdaConfig(
     lower_bound=None if lower_bound is None else float(lower_bound),
     scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

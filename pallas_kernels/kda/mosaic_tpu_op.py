@@ -151,13 +151,8 @@ def find_obstacle(
   config: operands.KdaConfig,
 ) -> str | None:
   """Says why the kernels cannot take a call, or None when they can."""
-  mesh = jax.sharding.get_abstract_mesh()
-  for axis, size in mesh.shape.items():
-    if size > 1 and axis not in mesh.manual_axes:
-      return (
-        f'mesh axis {axis!r} of size {size} is not manual, and XLA cannot '
-        'split a kernel; call it inside shard_map'
-      )
+  if obstacle := checks.find_automatic_axis():
+    return obstacle
   try:
     choose_settings(arrays, packing, config)
   except NotImplementedError as error:
@@ -176,7 +171,7 @@ def kda_mosaic_tpu(
     NotImplementedError: the kernels do not support the call.
   """
   settings = choose_settings(arrays, packing, config)
-  checks.check_kernel_target()
+  checks.check_kernel_target('mosaic_tpu')
   chunk = settings.chunk
   chunks = chunk_layout.count_chunks(arrays, packing, chunk)
   layout = chunk_layout.lay_out(arrays, packing, chunk, chunks)

@@ -266,7 +266,7 @@ def _lay_out_mosaic_tpu(arrays, packing, config):
   states is about as much as it holds less of queries, outputs and saved states.
   """
   settings = mosaic_tpu_op.choose_settings(arrays, packing, config)
-  checks.check_kernel_target()
+  checks.check_kernel_target('mosaic_tpu')
   chunks = chunk_layout.count_chunks(arrays, packing, settings.chunk)
   layout = chunk_layout.lay_out(arrays, packing, settings.chunk, chunks)
   plan = mosaic_tpu_op.number_tokens(layout.plan, settings, chunks)
