@@ -47,18 +47,19 @@ IN_EVERY_WARP = plgpu.Layout.TILED(
 )
 
 
-def operand(shape: tuple[int, ...], swizzle: int = 128):
-  """Shared memory for a bfloat16 operand of matrix instructions.
+def swizzled(shape: tuple[int, ...], dtype=jnp.bfloat16, swizzle: int = 128):
+  """Shared memory in tiles, without conflicts between banks.
 
   Args:
     shape: the last axis in whole rows of the swizzle.
+    dtype: bfloat16 for operands of matrix instructions.
     swizzle: bytes of a row; 32 lets single tiles of 16 columns be written.
   """
   transforms = (
-    plgpu.TilingTransform((8, swizzle // 2)),
+    plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
     plgpu.SwizzleTransform(swizzle),
   )
-  return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+  return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def rows_of(tile: int):

@@ -22,8 +22,8 @@ from pallas_kernels.kda.mosaic_gpu_arrays import (
   add_product,
   compiler_params,
   load,
-  operand,
   spread,
+  swizzled,
   wait_for,
   zeros,
 )
@@ -133,21 +133,29 @@ def chain_call(
   square = (_STAGES, CHUNK, CHUNK)
   wide = (_STAGES, CHUNK, CHANNELS)
   scratch = {
-    'w': operand(wide),
-    'q_entry': operand(wide),
-    'k_exit': operand(wide),
-    'scores': operand(square),
-    'inverse': operand(square),
+    'w': swizzled(wide),
+    'q_entry': swizzled(wide),
+    'k_exit': swizzled(wide),
+    'scores': swizzled(square),
+    'inverse': swizzled(square),
     'decay': plgpu.SMEM((_STAGES, 1, CHANNELS), jnp.float32),
-    'v': operand((_STAGES, parts, CHUNK, PART)),
-    'o': operand((parts, CHUNK, PART)),
+    'v': swizzled((_STAGES, parts, CHUNK, PART)),
     'full': plgpu.Barrier(
       num_arrivals=len(Prepared._fields) + parts, num_barriers=_STAGES
     ),
     'empty': plgpu.Barrier(num_arrivals=parts, num_barriers=_STAGES),
   }
+  outgoing = [swizzled((parts, CHUNK, PART))]
   if save_states:
-    scratch['state'] = operand((parts, PART, CHANNELS))
+    outgoing.append(swizzled((parts, PART, CHANNELS)))
+  scratch['outgoing'] = outgoing
+  if h0 is not None:
+    # The initial state comes by way of shared memory: what is read from an
+    # argument has its mesh axes, which the carry of a loop could not lose.
+    incoming = swizzled((parts, PART, CHANNELS), jnp.float32)
+    scratch['outgoing'] = plgpu.RefUnion(incoming, outgoing)
+    scratch['entered'] = plgpu.Barrier(num_barriers=parts)
+    scratch['taken'] = plgpu.Barrier(num_arrivals=parts)
   inputs = {**prepared._asdict(), 'v': v}
   if h0 is not None:
     inputs['h0'] = h0
@@ -170,6 +178,9 @@ def chain_call(
     count = len(inputs) + len(outputs)
     gmem = dict(zip((*inputs, *outputs), refs))
     smem = dict(zip(scratch, refs[count:]))
+    outgoing = smem['outgoing']
+    if h0 is not None:
+      incoming, outgoing = outgoing
     part, h, r = (lax.axis_index(axis) for axis in ('part', 'head', 'row'))
     warpgroup = lax.axis_index('warpgroup')
     b = r if bounds is None else 0
@@ -213,8 +224,17 @@ def chain_call(
       place = (r * heads + h, pl.ds(own, PART))
       state = zeros((PART, CHANNELS))
       if h0 is not None:
-        state = load(gmem['h0'], place, layout=ROWS_BY_COLUMNS, optimized=False)
-      o_ref = smem['o'].at[warpgroup]
+        state_ref, barrier = (
+          x.at[warpgroup] for x in (incoming, smem['entered'])
+        )
+        plgpu.copy_gmem_to_smem(gmem['h0'].at[place], state_ref, barrier)
+        plgpu.barrier_wait(barrier)
+        state = load(state_ref, layout=ROWS_BY_COLUMNS)
+        plgpu.commit_smem()
+        # What one warpgroup sends out lies where another's state came in.
+        plgpu.barrier_arrive(smem['taken'])
+        plgpu.barrier_wait(smem['taken'])
+      o_ref, *state_refs = (x.at[warpgroup] for x in outgoing)
 
       def free_buffers():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -240,11 +260,11 @@ def chain_call(
           def _():
             store(n - 1, before)
 
-          if save_states:
-            smem['state'].at[warpgroup][...] = rounded
+          for state_ref in state_refs:
+            state_ref[...] = rounded
             plgpu.commit_smem()
             states = gmem['states'].at[row, pl.ds(n * num_values + own, PART)]
-            plgpu.copy_smem_to_gmem(smem['state'].at[warpgroup], states)
+            plgpu.copy_smem_to_gmem(state_ref, states)
 
         chunk = views, smem['v'].at[slot, warpgroup]
         carry = _advance(state, chunk, settings, between)

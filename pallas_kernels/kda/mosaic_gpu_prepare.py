@@ -36,10 +36,10 @@ from pallas_kernels.kda.mosaic_gpu_arrays import (
   compiler_params,
   iota,
   load,
-  operand,
   repeat,
   rows_of,
   spread,
+  swizzled,
   wait_for,
   zeros,
 )
@@ -103,18 +103,18 @@ def _scratch(gate_dtype) -> dict:
   """
   square = (CHUNK, CHUNK)
   arrays = {
-    'q': operand((CHUNK, CHANNELS)),
-    'k': operand((CHUNK, CHANNELS)),
-    'g': operand((CHUNK, CHANNELS)),
-    'left': operand((2 * TILE, CHANNELS)),
+    'q': swizzled((CHUNK, CHANNELS)),
+    'k': swizzled((CHUNK, CHANNELS)),
+    'g': swizzled((CHUNK, CHANNELS)),
+    'left': swizzled((2 * TILE, CHANNELS)),
     'diagonal': plgpu.SMEM((CHUNK, TILES, _ROW_FLOATS), jnp.float32),
     'shared': plgpu.RefUnion(
       # A product reads 64 rows, from wherever a tile begins.
-      operand((CHUNK + (TILES - 1) * TILE, CHANNELS)),
+      swizzled((CHUNK + (TILES - 1) * TILE, CHANNELS)),
       (
-        operand(square),
-        operand(square),
-        operand(square, swizzle=32),
+        swizzled(square),
+        swizzled(square),
+        swizzled(square, swizzle=32),
         plgpu.SMEM((TILES, TILE, _ROW_FLOATS), jnp.float32),
       ),
     ),
@@ -128,11 +128,7 @@ def _scratch(gate_dtype) -> dict:
   }
   if gate_dtype != jnp.bfloat16:
     arrays['k_exit'] = arrays['g']
-    arrays['g'] = plgpu.SMEM(
-      (CHUNK, CHANNELS),
-      jnp.float32,
-      transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
-    )
+    arrays['g'] = swizzled((CHUNK, CHANNELS), jnp.float32)
   return arrays
 
 
@@ -260,8 +256,9 @@ def _scale_and_score(s, settings) -> tuple[jax.Array, jax.Array]:
     s.k_exit[rows_of(j), :] = x.astype(bf16)
   # A state does not outlive its document.
   decay = jnp.exp2(-(entry + since))
-  last = pl.ds(CHUNK - 1, 1)
-  s.decay[...] = _select(s, ENTERS, last, decay, settings.documents)
+  if settings.documents:
+    decay = decay * s.tokens[ENTERS, CHUNK - 1].astype(jnp.float32)
+  s.decay[...] = decay
   return tuple(jnp.concatenate(x, axis=1) for x in zip(*scores))
 
 

@@ -99,8 +99,6 @@ class KdaApiTest(parameterized.TestCase):
   def test_refuses_what_is_not_available(self):
     with self.assertRaisesRegex(NotImplementedError, "cp_axis='seq'"):
       trace(cp_axis='seq')
-    with self.assertRaisesRegex(NotImplementedError, 'mosaic_gpu'):
-      trace(implementation='mosaic_gpu')
     with self.assertRaisesRegex(NotImplementedError, 'lower_bound=None: .*-5'):
       trace(implementation='mosaic_tpu', lower_bound=None)
     with self.assertRaisesRegex(NotImplementedError, 'do not run on cpu'):
