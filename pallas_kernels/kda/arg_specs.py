@@ -35,6 +35,8 @@ SPECS = {
   'odd': ArgSpec(1, 1000, 3, 3, 100, 60),
   'cpu': ArgSpec(1, 4096, 4, 4, 128, 128),
   '8k': ArgSpec(1, 8192, 32, 32, 128, 128, 'bfloat16'),
+  '8k_h64': ArgSpec(1, 8192, 64, 64, 128, 128, 'bfloat16'),
+  '8k_h96': ArgSpec(1, 8192, 96, 96, 128, 128, 'bfloat16'),
   '64k': ArgSpec(1, 65_536, 32, 32, 128, 128, 'bfloat16'),
   '256k': ArgSpec(1, 262_144, 16, 16, 128, 128, 'bfloat16'),
   '1m': ArgSpec(1, 1_048_576, 4, 4, 128, 128, 'bfloat16'),
@@ -80,6 +82,21 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> dict[str, jax.Array]:
     values = rng.standard_normal(shape, np.float32) * np.float32(deviation)
     inputs[name] = jnp.asarray(values.astype(jnp.dtype(dtype)))
   return inputs
+
+
+def draw_inputs(spec: ArgSpec, seed: int = 0) -> dict[str, jax.Array]:
+  """As `make_inputs` from other numbers, drawn on the default device."""
+
+  @jax.jit
+  def draw(key):
+    shapes = _shapes(spec)
+    keys = jax.random.split(key, len(shapes))
+    return {
+      name: deviation * jax.random.normal(k, shape, jnp.dtype(dtype))
+      for k, (name, (shape, deviation, dtype)) in zip(keys, shapes.items())
+    }
+
+  return draw(jax.random.key(seed))
 
 
 def abstract_inputs(spec: ArgSpec) -> dict[str, jax.ShapeDtypeStruct]:
