@@ -161,19 +161,16 @@ def main(argv: Sequence[str]) -> None:
       )
       print(_ROW.format(spec_name, name, label, *figures), flush=True)
 
+    repeats, training = _REPEATS.value, not _FORWARD_ONLY.value
     for row in measure(
-      _IMPLEMENTATIONS.value,
-      spec,
-      _PRECISION.value,
-      _REPEATS.value,
-      not _FORWARD_ONLY.value,
+      _IMPLEMENTATIONS.value, spec, _PRECISION.value, repeats, training
     ):
       show(*row)
     if _RIVALS.value:
-      for found in bench_rivals.time_rivals(spec, _REPEATS.value):
+      for found in bench_rivals.time_rivals(spec, repeats, training):
         if isinstance(found, str):
           print(found, flush=True)
-        elif found.label == 'forward' or not _FORWARD_ONLY.value:
+        else:
           show(*found)
 
 

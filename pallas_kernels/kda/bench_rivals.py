@@ -70,7 +70,7 @@ def _make_arrays(torch, spec: arg_specs.ArgSpec) -> dict:
   }
 
 
-def _time_fla(torch, spec, repeats) -> Iterator[RivalTimes]:
+def _time_fla(torch, spec, repeats, training) -> Iterator[RivalTimes]:
   from fla.ops.kda import chunk_kda
 
   arrays = _make_arrays(torch, spec)
@@ -88,6 +88,8 @@ def _time_fla(torch, spec, repeats) -> Iterator[RivalTimes]:
   name = 'FLA'
   with torch.no_grad():
     yield RivalTimes(name, 'forward', *_time(torch, forward, repeats))
+  if not training:
+    return
   for x in arrays.values():
     x.requires_grad_()
   d_o = torch.ones_like(arrays['v'])
@@ -100,7 +102,7 @@ def _time_fla(torch, spec, repeats) -> Iterator[RivalTimes]:
   yield RivalTimes(name, 'forward+backward', *_time(torch, both, repeats))
 
 
-def _time_cudnn(torch, spec, repeats) -> Iterator[RivalTimes]:
+def _time_cudnn(torch, spec, repeats, training) -> Iterator[RivalTimes]:
   from cudnn.linear_attention.ops import kimi_delta_attention
 
   arrays = {
@@ -149,6 +151,8 @@ def _time_cudnn(torch, spec, repeats) -> Iterator[RivalTimes]:
   name = 'cuDNN frontend, bare'
   with torch.no_grad():
     yield RivalTimes(name, 'forward', *_time(torch, bare, repeats))
+  if not training:
+    return
   for x in ready.values():
     x.requires_grad_()
   d_o = torch.ones_like(ready['v'])
@@ -162,7 +166,7 @@ def _time_cudnn(torch, spec, repeats) -> Iterator[RivalTimes]:
 
 
 def time_rivals(
-  spec: arg_specs.ArgSpec, repeats: int
+  spec: arg_specs.ArgSpec, repeats: int, training: bool
 ) -> Iterator[RivalTimes | str]:
   """Times what is installed; says in words what is not or fails."""
   try:
@@ -175,7 +179,7 @@ def time_rivals(
     return
   for name, measure in (('FLA', _time_fla), ('cuDNN frontend', _time_cudnn)):
     try:
-      yield from measure(torch, spec, repeats)
+      yield from measure(torch, spec, repeats, training)
     except Exception as error:
       yield f'{name}: {type(error).__name__}: {str(error).splitlines()[:1]}'
     torch.cuda.empty_cache()

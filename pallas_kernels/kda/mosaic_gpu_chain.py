@@ -74,22 +74,21 @@ def _advance(state, chunk, settings: GpuConfig, between):
 
   def run(new, out, written):
     add_product(new, v.transpose((1, 0)), views.inverse)
-    # Before the barrier in `between`: it is read otherwise than operands are,
-    # and the copy that replaces it may run once this chunk is given back.
-    decay = load(views.decay, (0,), layout=ROWS_BY_COLUMNS.reduce(0))
     rounded = state.astype(jnp.bfloat16)
     add_product(new, rounded, views.w.transpose((1, 0)))
     add_product(out, rounded, views.q_entry.transpose((1, 0)))
+    # Here neither the factors nor the state itself take registers for long. And
+    # before the barrier in `between`: they are not read as operands are, and
+    # the copy that replaces them may run once this chunk is given back.
+    decay = load(views.decay, (0,), layout=ROWS_BY_COLUMNS.reduce(0))
+    decayed = state * spread(decay, state.shape, (1,), ROWS_BY_COLUMNS)
     between(rounded)
     values = wait_for(new, in_flight=1)
-    parts = (
-      _split(values) if settings.splits else (values.astype(jnp.bfloat16),)
-    )
+    parts = _split(values)[: 2 if settings.splits else 1]
     for part in parts:
       add_product(written, part, views.k_exit)
     for part in parts:
       add_product(out, part, views.scores)
-    decayed = state * spread(decay, state.shape, (1,), ROWS_BY_COLUMNS)
     following = decayed + wait_for(written, in_flight=len(parts))
     return following, wait_for(out).astype(jnp.bfloat16)
 
