@@ -160,6 +160,25 @@ def bound_sequences(
   return jnp.append(begins, chunks).astype(jnp.int32)
 
 
+def split_chunks(
+  needed: int, tiles: tile.TileConfig, batch_heads: int
+) -> tuple[int, int]:
+  """Blocks of the backward and chunks of each, at best without padding.
+
+  Padding would be copies of all arrays, which the forward does not need.
+
+  Args:
+    needed: chunks a row.
+    tiles: sizes of the backward.
+    batch_heads: rows times heads.
+  """
+  fewest, _ = tiles.split_tokens(needed * CHUNK, batch_heads)
+  for blocks in range(fewest, 2 * fewest + 1):
+    if needed % blocks == 0:
+      return blocks, needed // blocks
+  return fewest, -(-needed // fewest)
+
+
 def kda_mosaic_gpu(
   arrays: operands.Operands,
   packing: operands.Packing,
@@ -177,7 +196,7 @@ def kda_mosaic_gpu(
   num_keys = arrays.q_BTHK.shape[-1]
   tiles = tile.choose_tiles(target.target_platform(), num_keys, num_values)
   needed = chunk_layout.count_chunks(arrays, packing, CHUNK)
-  blocks, chunks = tiles.split_tokens(needed * CHUNK, batch * heads)
+  blocks, chunks = split_chunks(needed, tiles, batch * heads)
   layout = chunk_layout.lay_out(arrays, packing, CHUNK, blocks * chunks)
   plan = TokenPlan(
     number_tokens(layout.plan),

@@ -185,6 +185,16 @@ class KdaGpuTest(parameterized.TestCase):
     self.assert_close((first, second), (o[:, :128], o[:, 128:]), 1e-6)
     self.assert_close([last], [final], 1e-6)
 
+  def test_blocks_of_the_backward_pad_no_row(self):
+    tiles = tile.choose_tiles('gpu', 128, 128)
+    for chunks in (1, 127, 128, 1024, 16384):
+      for heads in (1, 32, 96):
+        blocks, size = mosaic_gpu_op.split_chunks(chunks, tiles, heads)
+        self.assertGreaterEqual(blocks * size, chunks)
+        self.assertLess(blocks * size, chunks + blocks)
+        if chunks % 2 == 0:
+          self.assertEqual(blocks * size, chunks)
+
   def test_refuses_what_is_not_supported(self):
     inputs = make_inputs(20)
     for change, options, message in (
