@@ -14,6 +14,7 @@ from pallas_kernels.kda import (
   operands,
   reference,
   segments,
+  short_conv,
   varying,
 )
 
@@ -24,6 +25,8 @@ _RUNNERS = {
   'chunked_xla': chunked_op.kda_chunked_xla,
   'mosaic_tpu': mosaic_tpu_op.kda_mosaic_tpu,
 }
+# These convolve q, k and v themselves.
+_CONVOLVING = ('mosaic_tpu',)
 
 _UNAVAILABLE = {
   'mosaic_gpu': (
@@ -62,6 +65,9 @@ def kda(
   *,
   A_log: jax.Array | None = None,
   dt_bias: jax.Array | None = None,
+  q_conv: jax.Array | None = None,
+  k_conv: jax.Array | None = None,
+  v_conv: jax.Array | None = None,
   lower_bound: float | None = -5.0,
   scale: float | None = None,
   qk_l2norm: bool = True,
@@ -95,6 +101,13 @@ def kda(
       strength when beta_sigmoid is False.
     A_log: float32 [HV], log of the gate's multiplier; None for multiplier 1.
     dt_bias: float32 [HV, K] added to the gate logits; None for 0.
+    q_conv: float32 taps [taps, H, K] of a causal convolution per channel, all
+      three or None. With them q, k and v are its inputs, and the operator reads
+      silu(sum_j taps[j] * x[t - j]) over the real tokens of t's document, or
+      sequence; products and sum are float32, the result is rounded to the
+      arrays' dtype.
+    k_conv: the same for the keys.
+    v_conv: the same for the values, [taps, HV, V].
     lower_bound: in [-5, 0), nats per token: log decay is
       lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). None selects the
       unbounded -exp(A_log) * softplus(g + dt_bias), which is slower.
@@ -138,7 +151,8 @@ def kda(
     ValueError: an argument's shape, dtype or value is not accepted.
     NotImplementedError: the implementation or cp_axis is not available.
   """
-  arrays = operands.Operands(q, k, v, g, beta, A_log, dt_bias, h0)
+  conv = operands.ConvTaps(q_conv, k_conv, v_conv)
+  arrays = operands.Operands(q, k, v, g, beta, A_log, dt_bias, h0, conv)
   checks.check_choice(
     'implementation', implementation, (None, *IMPLEMENTATIONS)
   )
@@ -146,6 +160,9 @@ def kda(
   checks.check_settings(lower_bound, precision, beta_sigmoid, allow_neg_eigval)
   checks.check_arrays(arrays, segment_ids, cu_seqlens, state_layout)
   checks.check_gate(A_log, dt_bias, gate_in_kernel)
+  checks.check_taps(arrays, ('q_conv', 'k_conv', 'v_conv'))
+  if q_conv is None:
+    arrays = arrays._replace(conv=None)
   if cp_axis is not None:
     raise NotImplementedError(
       f'cp_axis={cp_axis!r}: tokens cannot be split over a mesh axis inside '
@@ -179,6 +196,8 @@ def kda(
   packing = varying.vary_over(packing, axes)
   if h0 is not None and state_layout == 'vk':
     arrays = arrays._replace(h0_BHKV=jnp.swapaxes(arrays.h0_BHKV, -1, -2))
+  if implementation not in _CONVOLVING:
+    arrays = short_conv.convolve(arrays, packing)
   o_BTHV, final_BHKV = _RUNNERS[implementation](arrays, packing, config)
   if not return_final_state:
     return o_BTHV

@@ -16,6 +16,7 @@ from pallas_kernels.kda import (
   operands,
   products,
   segments,
+  short_conv,
   tile,
   varying,
 )
@@ -175,6 +176,7 @@ def kda_mosaic_tpu(
   Raises:
     NotImplementedError: the kernels do not support the call.
   """
+  arrays = short_conv.convolve(arrays, packing, merge_heads=True)
   settings = choose_settings(arrays, packing, config)
   checks.check_kernel_target()
   chunk = settings.chunk
