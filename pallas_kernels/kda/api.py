@@ -104,8 +104,8 @@ def kda(
     q_conv: float32 taps [taps, H, K] of a causal convolution per channel, all
       three or None. With them q, k and v are its inputs, and the operator reads
       silu(sum_j taps[j] * x[t - j]) over the real tokens of t's document, or
-      sequence; products and sum are float32, the result is rounded to the
-      arrays' dtype.
+      sequence, none before the row; products and sum are float32, the result is
+      rounded to the arrays' dtype.
     k_conv: the same for the keys.
     v_conv: the same for the values, [taps, HV, V].
     lower_bound: in [-5, 0), nats per token: log decay is
