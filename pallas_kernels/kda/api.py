@@ -105,7 +105,11 @@ def kda(
       three or None. With them q, k and v are its inputs, and the operator reads
       silu(sum_j taps[j] * x[t - j]) over the real tokens of t's document, or
       sequence, none before the row; products and sum are float32, the result is
-      rounded to the arrays' dtype.
+      rounded to the arrays' dtype. The kernels for TPU convolve up to 9 taps
+      themselves where q has a head for each of v. By static schedules that adds
+      0.9 cycles a token and head to the forward and 3.3 to the backward on v6e,
+      1.3 and 3.7 on v5e; else XLA convolves before the kernels, for 3.2 and 6.2
+      on v6e, 4.4 and 7.3 on v5e.
     k_conv: the same for the keys.
     v_conv: the same for the values, [taps, HV, V].
     lower_bound: in [-5, 0), nats per token: log decay is

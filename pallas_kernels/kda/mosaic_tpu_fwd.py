@@ -51,7 +51,7 @@ class WeaveConfig:
   starts: tuple[float, float, float] = (0.3, 0.26, 0.25)
   lengths: tuple[float, float, float] = (0.82, 0.68, 0.72)
   turn: tuple[float, float] = (0.25, 0.35)
-  convolution: tuple[float, float] = (0.0, 0.6)
+  convolution: tuple[float, float] = (0.02, 0.6)
 
 
 @dataclasses.dataclass(frozen=True)

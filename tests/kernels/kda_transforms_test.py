@@ -60,7 +60,7 @@ def single_device_gradients(implementation):
   run = jax.jit(
     jax.value_and_grad(loss), static_argnums=2, compiler_options=QUICK
   )
-  with interpreted(implementation):
+  with discharged(implementation):
     return jax.block_until_ready(
       run(make_inputs(), make_segments(), implementation)
     )
