@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 from hybrid_moe import sharding
 from hybrid_moe.model import norms, parameters
 from hybrid_moe.model.linear import linear, merge_heads, project_heads
-from hybrid_moe.model.short_conv import short_conv
 from hybrid_moe.model.softmax_attention import MIXED_TOKENS
 from hybrid_moe.model_config import ModelConfig
 from hybrid_moe.parallel.batch_shards import map_batch_shards
@@ -59,7 +58,7 @@ def init_conv(key, shape, dtype):
 
 
 class KdaLayer(nn.Module):
-  """Projections, short convolutions, gates, the operator, gated output.
+  """Projections, gates, the operator with its convolutions, gated output.
 
   Attributes:
     config: sizes; `config.kda` holds those of this layer.
@@ -85,18 +84,19 @@ class KdaLayer(nn.Module):
     def weight(name, dims, shape):
       return parameters.matrix(self, name, dims, shape, c.init_std)
 
-    def convolved(prefix, heads, width):
+    def project(prefix, heads, width):
+      """Inputs [B, T, heads, width] of a convolution, and its taps."""
       w_DHK = weight(f'{prefix}_proj', 'DHK', (d, heads, width))
       taps = parameters.vector(
         self, f'{prefix}_conv', (a.conv_width, heads * width), init_conv
       )
       y_BTX = linear(x_BTD, w_DHK.reshape(d, heads * width))
-      y_BTX = short_conv(y_BTX, taps, segment_ids_BT)
-      return sharding.reshape_rows(y_BTX, heads, width)
+      y_BTHK = sharding.reshape_rows(y_BTX, heads, width)
+      return y_BTHK, taps.reshape(a.conv_width, heads, width)
 
-    q_BTHK = convolved('q', H, a.key_dim)
-    k_BTHK = convolved('k', H, a.key_dim)
-    v_BTHV = convolved('v', HV, a.value_dim)
+    q_BTHK, q_conv_CHK = project('q', H, a.key_dim)
+    k_BTHK, k_conv_CHK = project('k', H, a.key_dim)
+    v_BTHV, v_conv_CHV = project('v', HV, a.value_dim)
     f_down_DR = weight('f_down', 'DR', (d, a.gate_rank))
     f_up_RHK = weight('f_up', 'RHK', (a.gate_rank, HV, a.key_dim))
     g_BTHK = project_heads(linear(x_BTD, f_down_DR), f_up_RHK)
@@ -113,7 +113,7 @@ class KdaLayer(nn.Module):
 
     def attend(batched, replicated):
       q_bTHK, k_bTHK, v_bTHV, g_bTHK, beta_bTH, segment_ids_bT = batched
-      a_log_H, dt_bias_HK = replicated
+      a_log_H, dt_bias_HK, q_conv_CHK, k_conv_CHK, v_conv_CHV = replicated
       return kda(
         q_bTHK,
         k_bTHK,
@@ -122,6 +122,9 @@ class KdaLayer(nn.Module):
         beta_bTH,
         A_log=a_log_H,
         dt_bias=dt_bias_HK,
+        q_conv=q_conv_CHK,
+        k_conv=k_conv_CHK,
+        v_conv=v_conv_CHV,
         lower_bound=a.gate_lower_bound if bounded else None,
         allow_neg_eigval=a.allow_neg_eigval,
         segment_ids=segment_ids_bT,
@@ -132,7 +135,7 @@ class KdaLayer(nn.Module):
     out_BTHV = map_batch_shards(
       attend,
       (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, segment_ids_BT),
-      (a_log_H, dt_bias_HK),
+      (a_log_H, dt_bias_HK, q_conv_CHK, k_conv_CHK, v_conv_CHV),
     )
     out_BTHV = checkpoint_name(out_BTHV, MIXED_TOKENS)
     out_BTHV = norms.RmsNorm(c.norm_eps, name='o_norm')(out_BTHV)

@@ -180,6 +180,35 @@ def check_arrays(
     _check_array('h0', arrays.h0_BHKV, (states, value_heads, *dims), f32)
 
 
+def check_taps(arrays: operands.Operands, names: tuple[str, str, str]) -> None:
+  """Raises ValueError unless all taps are given and fit, or none is.
+
+  Args:
+    arrays: of the call; `arrays.conv` holds what the caller gave.
+    names: of the arguments that hold the taps of q, k and v.
+  """
+  given = dict(zip(names, arrays.conv))
+  missing = [name for name, taps in given.items() if taps is None]
+  if missing and len(missing) < len(given):
+    raise ValueError(
+      f'{missing[0]}=None, but others of {", ".join(names)} are given; '
+      'accepted are all of them or none.'
+    )
+  if missing:
+    return
+  width = None
+  inputs = (arrays.q_BTHK, arrays.k_BTHK, arrays.v_BTHV)
+  for (name, taps), x in zip(given.items(), inputs):
+    _check_is_array(name, taps)
+    if taps.ndim != 3 or taps.shape[0] < 1:
+      raise ValueError(
+        f'{name} has shape {taps.shape}; accepted is [taps, heads, dim] with '
+        'at least one tap.'
+      )
+    width = taps.shape[0] if width is None else width
+    _check_array(name, taps, (width, *x.shape[2:]), (jnp.float32,))
+
+
 def _check_bounds(cu_seqlens: jax.Array, batch: int, tokens: int) -> None:
   if batch != 1:
     raise ValueError(

@@ -17,7 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, tile, varying
+from pallas_kernels.kda import (
+  gate,
+  mosaic_tpu_bwd_scratch,
+  mosaic_tpu_conv,
+  tile,
+  varying,
+)
 from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
 from pallas_kernels.kda import mosaic_tpu_bwd_order as order
 from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
@@ -46,18 +52,24 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
 
   @pl.when(t == 0)
   def _():
-    for name in own_names:
-      ref = refs[name]
+    for count in sorted({refs[name].shape[0] for name in own_names}):
+      cleared = [refs[x] for x in own_names if refs[x].shape[0] == count]
 
-      def fill(h, _, ref=ref):
-        ref[h] = jnp.zeros(ref.shape[1:], ref.dtype)
+      def fill(h, _, cleared=cleared):
+        for ref in cleared:
+          ref[h] = jnp.zeros(ref.shape[1:], ref.dtype)
 
-      lax.fori_loop(0, ref.shape[0], fill, None)
+      lax.fori_loop(0, count, fill, None)
     for name in ('numbers', 'later'):
       if name in refs:
         refs[name][...] = jnp.zeros_like(refs[name])
-    if 'd_gate' in blocks:
-      blocks['d_gate'][...] = jnp.zeros_like(blocks['d_gate'])
+    for name in ('d_gate', 'd_q_taps', 'd_k_taps', 'd_v_taps'):
+      if name in blocks:
+        blocks[name][...] = jnp.zeros_like(blocks[name])
+    if settings.taps:
+      # No token follows a row's last.
+      after = refs['d_v_first'].at[exit_slot]
+      after[...] = jnp.zeros_like(after)
 
   @pl.when(ends)
   def _():
@@ -86,6 +98,7 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       refs['numbers'].at[buffer] if packed else None,
       refs['later'].at[buffer] if packed else later,
       refs['d_strengths'],
+      chunk == 0,
     )
 
   step, last_step = make_step(buffer), make_step(1 - buffer)
@@ -101,6 +114,13 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       own[name] = refs[name].at[h + buffer * settings.heads if kept else h]
     return types.SimpleNamespace(**own)
 
+  def values_after(h):
+    if not settings.taps:
+      return None, None, None
+    ref = refs['d_v_first']
+    weight = jnp.where(t < chunks, 1.0, 0.0)
+    return ref.at[exit_slot, h], ref.at[1 - exit_slot, h], weight
+
   works = [
     order.Work(
       head,
@@ -109,6 +129,7 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       blocks['states'].at[0, 0, head.index],
       state_ref.at[exit_slot, head.index],
       state_ref.at[1 - exit_slot, head.index],
+      *values_after(head.index),
     )
     for head in order.make_heads(settings, groups, num_keys, num_values)
   ]
@@ -127,60 +148,6 @@ def _kernel(*refs, settings, names, scratch_names, own_names, groups):
       blocks['d_h0'][0, h] = state_ref[1 - exit_slot, h]
 
     lax.fori_loop(0, settings.heads, copy, None)
-
-
-def _scratch_shapes(
-  settings, groups: int, num_keys: int, num_values: int, gate_dtype
-) -> dict:
-  """Shape and dtype of each scratch; heads first, two buffers of what is kept.
-
-  Args:
-    settings: static settings.
-    groups: value heads that read one head of q and k.
-    num_keys: channels of a key.
-    num_values: channels of a value.
-    gate_dtype: of the gate's logits.
-  """
-  chunk, heads = settings.chunk, settings.heads
-  own = stages.scratch_shapes(settings, num_keys, num_values, gate_dtype)
-  scratch = {
-    name: ((heads * (2 if name in stages.KEPT else 1), *shape), kind)
-    for name, (shape, kind) in own.items()
-  }
-  scratch['d_state'] = ((2, heads, num_keys, num_values), jnp.float32)
-  scratch['strengths'] = ((chunk, heads), jnp.float32)
-  scratch['d_strengths'] = ((chunk, heads), jnp.float32)
-  if min(groups, heads) > 1:
-    width = max(heads // groups, 1) * num_keys
-    scratch['d_q_sum'] = scratch['d_k_sum'] = ((chunk, width), jnp.float32)
-  if settings.packed:
-    lanes, parts = max(num_keys, num_values, chunk), 1 if settings.exact else 2
-    scratch['numbers'] = ((2, stages.NUMBERS, chunk, lanes), jnp.int32)
-    scratch['later'] = ((2, chunk, parts * chunk), settings.operand)
-  return scratch
-
-
-def count_vmem_bytes(
-  settings, groups: int, num_keys: int, num_values: int, gate_dtype
-) -> int:
-  """VMEM of a grid step, in bytes, at least; arguments as `_scratch_shapes`."""
-  chunk, heads = settings.chunk, settings.heads
-  operand, f32 = settings.operand, jnp.float32
-  parts = 1 if settings.exact else 2
-  width = max(heads // groups, 1) * num_keys
-  # Gradients of heads that several blocks share are added up in float32.
-  qk_out = f32 if groups > heads else operand
-  windows = [((chunk, width), kind) for kind in (operand, qk_out) * 2]
-  windows += [((chunk, heads * num_keys), gate_dtype)] * 2
-  windows += [((chunk, heads * num_values), operand)] * 3
-  windows += [((heads, num_keys, num_values), kind) for kind in (f32, f32)]
-  windows += [((heads, num_keys, num_values), operand)]
-  windows += [((heads, chunk), f32)] * 2
-  windows += [((2 * chunk + 8, parts * chunk), operand)]
-  windows += [((1, heads * num_keys), f32)] * 2
-  windows += [((8, heads * num_keys), f32), ((8, chunk), jnp.int32)]
-  scratch = _scratch_shapes(settings, groups, num_keys, num_values, gate_dtype)
-  return tile.vmem_bytes(windows, scratch.values(), settings.exact)
 
 
 def _mark_last(tokens: jax.Array) -> jax.Array:
@@ -208,6 +175,7 @@ def backward_call(
   entry: jax.Array | None = None,
   sequence: jax.Array | None = None,
   *,
+  taps: tuple[jax.Array, jax.Array, jax.Array] | None = None,
   interpret=False,
   name: str = 'kda_backward',
 ) -> grads.Gradients:
@@ -228,6 +196,7 @@ def backward_call(
     tokens: as in the forward.
     entry: as in the forward.
     sequence: as in the forward.
+    taps: as in the forward; tokens then also have the row AHEADS.
     interpret: as of `pallas_call`.
     name: of the kernel.
 
@@ -270,6 +239,9 @@ def backward_call(
     numbers = jnp.broadcast_to(entry[..., None], (batch, chunks, chunk))
     tokens = tokens.at[:, :, ENTRY].set(numbers)
     inputs['tokens'] = tokens.at[:, :, stages.LAST].set(_mark_last(tokens))
+  if settings.taps:
+    inputs |= {'q_halo': q, 'k_halo': k, 'v_halo': v}
+    inputs |= mosaic_tpu_conv.name_taps(taps)
   scalars = {'sequence': sequence} if settings.sequences else {}
   axes = varying.varying_axes((inputs, scalars))
   inputs, scalars = varying.vary_over((inputs, scalars), axes)
@@ -282,6 +254,19 @@ def backward_call(
       (1, chunk, width),
       lambda b, h, t, *_: (b, chunk_of(t, age), lax.div(h, shared)),
     )
+
+  def before_chunk(width):
+    def index(b, h, t, *_):
+      first = chunk_of(t) * (chunk // stages.TILE)
+      return b, jnp.maximum(first - 1, 0), h
+
+    return pl.BlockSpec((1, stages.TILE, heads * width), index)
+
+  taps_shape = (settings.taps, mosaic_tpu_conv.ROWS)
+
+  def along_taps(width):
+    shape = (*taps_shape, heads * width)
+    return pl.BlockSpec(shape, lambda b, h, t, *_: (0, 0, h))
 
   def state_index(b, h, t, *scalars):
     row = scalars[0][chunk_of(t)] if settings.sequences else b
@@ -309,6 +294,12 @@ def backward_call(
     ),
     'd_o': values,
     'd_final': pl.BlockSpec(state, state_index),
+    'q_halo': before_chunk(num_keys),
+    'k_halo': before_chunk(num_keys),
+    'v_halo': before_chunk(num_values),
+    'q_taps': along_taps(num_keys),
+    'k_taps': along_taps(num_keys),
+    'v_taps': along_taps(num_values),
     'tokens': pl.BlockSpec(
       (1, 1, 8, chunk), lambda b, h, t, *_: (b, chunk_of(t), 0, 0)
     ),
@@ -334,10 +325,29 @@ def backward_call(
       f32,
       pl.BlockSpec((1, 8, heads * num_keys), lambda b, h, t, *_: (b, 0, h)),
     )
-  scratch = _scratch_shapes(settings, groups, num_keys, num_values, g.dtype)
+  for x in ('q', 'k', 'v') if settings.taps else ():
+    width = num_values if x == 'v' else num_keys
+    outputs[f'd_{x}_taps'] = (
+      (batch, *taps_shape, value_heads * width),
+      f32,
+      pl.BlockSpec(
+        (1, *taps_shape, heads * width), lambda b, h, t, *_: (b, 0, 0, h)
+      ),
+    )
+  scratch = mosaic_tpu_bwd_scratch.scratch_shapes(
+    settings, groups, num_keys, num_values, g.dtype
+  )
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]
   cells = batch * num_tokens * value_heads
+
+  def read(name, x):
+    shape = list(x.shape)
+    if name.endswith('_halo'):
+      # One tile a chunk.
+      shape[1] = chunks * stages.TILE
+    return shape, x.dtype
+
   results = pl.pallas_call(
     functools.partial(
       _kernel,
@@ -371,9 +381,15 @@ def backward_call(
       ),
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * cells * (7 * num_keys * num_values + 11 * chunk * num_keys),
+      flops=2
+      * cells
+      * (
+        7 * num_keys * num_values
+        + 11 * chunk * num_keys
+        + 3 * settings.taps * (2 * num_keys + num_values)
+      ),
       bytes_accessed=tile.array_bytes(
-        [(x.shape, x.dtype) for x in inputs.values()]
+        [read(name, x) for name, x in inputs.items()]
         + [(shape, dtype) for shape, dtype, _ in outputs.values()]
       ),
       transcendentals=4 * cells * num_keys,
@@ -397,6 +413,9 @@ def backward_call(
     d_h0 = jnp.where(written[:, None, None, None], d_h0, 0.0)
   d_beta = jnp.transpose(results['d_beta'], (0, 1, 4, 2, 3)).reshape(beta.shape)
   gate_sums = results.get('d_gate')
+  d_taps = None
+  if settings.taps:
+    d_taps = tuple(results[f'd_{x}_taps'].sum(axis=(0, 2)) for x in 'qkv')
   return grads.Gradients(
     d_q,
     d_k,
@@ -406,4 +425,5 @@ def backward_call(
     None if gate_sums is None else gate_sums[:, 0],
     None if gate_sums is None else gate_sums[:, 1],
     d_h0,
+    d_taps,
   )

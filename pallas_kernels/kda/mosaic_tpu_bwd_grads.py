@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda import mosaic_tpu_bwd_conv as conv
 from pallas_kernels.kda.mosaic_tpu_bwd_stages import (
   AT_ENTRY,
   AT_LEAVE,
@@ -49,6 +50,7 @@ class Gradients(NamedTuple):
       where the gate is ready.
     g_moment: the same of the gradient times g.
     h0: float32 [B or S, HV, K, V].
+    taps: float32, as the taps of q, k and v, or None without.
   """
 
   q: jax.Array
@@ -59,6 +61,7 @@ class Gradients(NamedTuple):
   g_sum: jax.Array | None
   g_moment: jax.Array | None
   h0: jax.Array
+  taps: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
 def dot_sum(pairs) -> jax.Array:
@@ -146,7 +149,11 @@ def read(step: Step, head, own, state, d_exit):
   known = dot(keys, state[...])
   for i in range(tiles):
     rows = rows_of(i)
-    error = step.load('v', rows, head.v) - known[rows]
+    if settings.taps:
+      v = own.v[rows].astype(jnp.float32)
+    else:
+      v = step.load('v', rows, head.v)
+    error = v - known[rows]
     if not settings.kda.beta_sigmoid:
       own.error[rows] = error
     write = own.beta[rows, :num_values] * error
@@ -210,7 +217,11 @@ def solve(step: Step, head, own):
   for i in range(tiles):
     rows = rows_of(i)
     d_v = own.beta[rows, :num_values] * d_write[rows]
-    step.blocks['d_v'][0, rows, head.v] = d_v.astype(step.blocks['d_v'].dtype)
+    if settings.taps:
+      conv.store_gradient(step, own, 'v', rows, d_v)
+    else:
+      target = step.blocks['d_v']
+      target[0, rows, head.v] = d_v.astype(target.dtype)
     own.outer[pair_rows(i)[1]] = (-d_v).astype(operand)
     product = d_write[rows] * corrected[rows].astype(f32)
     step.d_strengths[rows, head.index : head.index + 1] = jnp.sum(
@@ -341,6 +352,9 @@ def finish(step: Step, head, own):
   f32 = jnp.float32
   num_keys = own.left.shape[-1]
   parts = []
+  if settings.taps:
+    for name in ('q', 'k'):
+      conv.move_first_rows(getattr(own, f'd_{name}_ahead'))
   for i in range(tiles):
     rows, (q_rows, k_rows) = rows_of(i), pair_rows(i)
     d_q, d_k, d_key = own.d_left[q_rows], own.d_left[k_rows], own.d_keys[rows]
@@ -365,8 +379,11 @@ def finish(step: Step, head, own):
       q_root, k_root = own.q_root[rows], own.k_root[rows]
       d_q = q_root * (d_q - q * (q_root * along_q))
       d_k = k_root * (d_k - k * (k_root * along_k))
-    _store_qk_gradient(step, head, 'd_q', rows, d_q)
-    _store_qk_gradient(step, head, 'd_k', rows, d_k)
+    for name, gradient in (('q', d_q), ('k', d_k)):
+      if settings.taps:
+        conv.store_gradient(step, own, name, rows, gradient)
+      else:
+        _store_qk_gradient(step, head, f'd_{name}', rows, gradient)
     yield
   later = step.later[...]
   d_decay = dot(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.kda import kernel_weave
+from pallas_kernels.kda import mosaic_tpu_bwd_conv as conv
 from pallas_kernels.kda import mosaic_tpu_bwd_grads as grads
 from pallas_kernels.kda import mosaic_tpu_bwd_stages as stages
 from pallas_kernels.kda.mosaic_tpu_views import TILE
@@ -71,6 +72,10 @@ class Work(NamedTuple):
     state: reference of the state before this chunk [K, V].
     d_exit: reference of the gradient of the state after it, float32 [K, V].
     d_entry: reference that takes the gradient of the state before it.
+    d_after: reference of the gradient of the first rows of the convolution of v
+      in the chunk after this one, float32 [V / 128, 8, 128], or None.
+    d_first: reference that takes that of this chunk.
+    weight: of this chunk in the gradients of taps of v.
   """
 
   head: Head
@@ -79,6 +84,9 @@ class Work(NamedTuple):
   state: jax.Array
   d_exit: jax.Array
   d_entry: jax.Array
+  d_after: jax.Array | None
+  d_first: jax.Array | None
+  weight: jax.Array | None
 
 
 def _invert(step, last_step, work: Work):
@@ -94,6 +102,13 @@ def _invert(step, last_step, work: Work):
     yield
   yield from finishing
   yield from reading
+
+
+def _pull_values(step, work: Work):
+  """Gradients of the inputs of v and of its taps."""
+  conv.join_rows(work.own.d_v_ahead, work.d_after, work.d_first)
+  yield
+  yield from conv.pull(step, work.head, work.own, 'v', work.weight)
 
 
 def run_step(step, last_step, works: list[Work]) -> None:
@@ -113,6 +128,8 @@ def run_step(step, last_step, works: list[Work]) -> None:
   def score(group):
     return take_turns(stages.score(step, w.head, w.own) for w in group)
 
+  if step.settings.taps:
+    run(conv.convolve(step, w.head, w.own) for w in works)
   run([prepare(groups[0])])
   kernel_weave.weave(
     [
@@ -121,8 +138,14 @@ def run_step(step, last_step, works: list[Work]) -> None:
     ]
   )
   run([score(groups[1])])
+
   run(_invert(step, last_step, w) for w in works)
+  if step.settings.taps:
+    for name in ('q', 'k'):
+      run(conv.pull(last_step, w.head, w.last_own, name) for w in works)
   run(grads.solve(step, w.head, w.own) for w in works)
+  if step.settings.taps:
+    run(_pull_values(step, w) for w in works)
   run(grads.pull_scores(step, w.own, w.state) for w in works)
   run(
     grads.pull_states(step, w.own, w.state, w.d_exit, w.d_entry) for w in works

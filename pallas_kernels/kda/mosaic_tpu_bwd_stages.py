@@ -22,13 +22,16 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, tile_scores
+from pallas_kernels.kda import gate, mosaic_tpu_bwd_conv, tile_scores
 from pallas_kernels.kda.mosaic_tpu_views import (
+  AHEADS,
   DOCUMENT,
   DOCUMENTS,
   ENTRY,
   ENTRY_MASK,
   EXIT_MASK,
+  LAGS,
+  LANES,
   REAL,
   REAL_MASK,
   ROWS_BY_ROWS,
@@ -40,7 +43,8 @@ from pallas_kernels.kda.mosaic_tpu_views import (
 COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))
 
 # Besides the numbers of `mosaic_tpu_views`, in a block and in scratch: whether
-# a token is the last real one of the chunk's last document.
+# a token is the last real one of the chunk's last document. With convolutions
+# there follow masks of bits 1 and up of LAGS and of AHEADS.
 LAST, LAST_MASK, NUMBERS = 4, 4, 5
 
 # Rows of the scratch `factors`, all [.., K]; the first three one per tile.
@@ -142,6 +146,7 @@ def iota(shape, axis):
 KEPT = (
   *('left', 'prefixes', 'grow', 'shrink', 'slope', 'q_root', 'k_root'),
   *('q', 'k', 'g'),
+  *mosaic_tpu_bwd_conv.KEPT,
 )
 
 
@@ -194,7 +199,8 @@ def scratch_shapes(
   if not settings.kda.beta_sigmoid:
     shapes['kk'] = ((2 * chunk, chunk), operand)
     shapes['error'] = ((chunk, num_values), f32)
-  return shapes
+  conv = mosaic_tpu_bwd_conv.scratch_shapes(settings, num_keys, num_values)
+  return shapes | conv
 
 
 class Step:
@@ -204,19 +210,23 @@ class Step:
     blocks: references of arrays by name.
     settings: static settings.
     strengths: float32 [C, heads] write strengths, one row per token.
-    numbers: int32 [5, C, lanes] documents and masks of tokens, or None.
+    numbers: int32 [5 .., C, lanes] documents and masks of tokens, or None.
     later: operand [C, parts * C], 1 where the column's token is in the sums of
       the row.
     d_strengths: float32 [C, heads] takes the gradient of write strengths.
+    begins: whether the chunk is its row's first.
   """
 
-  def __init__(self, blocks, settings, strengths, numbers, later, d_strengths):
+  def __init__(
+    self, blocks, settings, strengths, numbers, later, d_strengths, begins
+  ):
     self.blocks = blocks
     self.settings = settings
     self.strengths = strengths
     self.numbers = numbers
     self.later = later
     self.d_strengths = d_strengths
+    self.begins = begins
 
   def spread_numbers(self) -> None:
     """Fills `numbers`: each along a row of lanes, once for all heads."""
@@ -235,6 +245,26 @@ class Step:
       (EXIT_MASK, jnp.broadcast_to(document[-1:], shape)),
     ):
       self.numbers[place] = (document == other).astype(jnp.int32)
+    place = NUMBERS
+    for row in (LAGS, AHEADS):
+      for bit in range(1, self.settings.taps):
+        # The bit becomes the sign, which fills the word.
+        self.numbers[place] = (along_lanes(row) << (31 - bit)) >> 31
+        place += 1
+
+  def masks(self, kind: str, rows: slice) -> list[jax.Array] | None:
+    """Masks of a tile's tokens by lag from 1 on, -1 where it is read.
+
+    Args:
+      kind: 'lag' for the tokens that these read, 'ahead' for those that read
+        these.
+      rows: of the tile.
+    """
+    if self.numbers is None:
+      return None
+    lags = self.settings.taps - 1
+    first = NUMBERS + (lags if kind == 'ahead' else 0)
+    return [self.numbers[first + i, rows, :LANES] for i in range(lags)]
 
   def select(self, mask: int, rows: slice, x: jax.Array) -> jax.Array:
     """Zeroes the rows that one of the masks of tokens excludes."""
@@ -328,8 +358,14 @@ def prepare(step: Step, head, own):
     exponent = own.factors[AT_ANCHOR + i : AT_ANCHOR + i + 1] - bits[rows]
     grow, shrink = jnp.exp2(exponent), jnp.exp2(-exponent)
     own.grow[rows], own.shrink[rows] = grow, shrink
-    q, k = step.load('q', rows, head.q), step.load('k', rows, head.q)
-    own.q[rows], own.k[rows] = q.astype(operand), k.astype(operand)
+    if settings.taps:
+      q, k = (
+        step.select(REAL_MASK, rows, x[rows].astype(jnp.float32))
+        for x in (own.q, own.k)
+      )
+    else:
+      q, k = step.load('q', rows, head.q), step.load('k', rows, head.q)
+      own.q[rows], own.k[rows] = q.astype(operand), k.astype(operand)
     if settings.kda.qk_l2norm:
       roots = []
       for x in (q, k):

@@ -18,10 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import (
   kernel_weave,
+  mosaic_tpu_conv,
   mosaic_tpu_scores,
+  mosaic_tpu_scratch,
   mosaic_tpu_tokens,
   operands,
-  packed_rows,
   tile,
   varying,
 )
@@ -42,6 +43,7 @@ class WeaveConfig:
     lengths: how long each of them takes, in steps.
     turn: when the turn of write strengths begins and ends, in steps; masks of
       packed tokens are turned before their chunk is prepared.
+    convolution: when convolving begins and how long it takes, in steps.
   """
 
   score_heads: int = 8
@@ -49,6 +51,7 @@ class WeaveConfig:
   starts: tuple[float, float, float] = (0.3, 0.26, 0.25)
   lengths: tuple[float, float, float] = (0.82, 0.68, 0.72)
   turn: tuple[float, float] = (0.25, 0.35)
+  convolution: tuple[float, float] = (0.02, 0.6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TpuConfig:
       cheaper where they are not instructions (TPU v5).
     packed: whether tokens have documents and padding.
     sequences: whether chunks of one row belong to several sequences.
+    taps: of the convolutions of q, k and v, 0 without.
     weave: order of instructions.
   """
 
@@ -77,6 +81,7 @@ class TpuConfig:
   narrow: bool = False
   packed: bool = False
   sequences: bool = False
+  taps: int = 0
   weave: WeaveConfig = WeaveConfig()
 
   @property
@@ -103,77 +108,6 @@ class TpuConfig:
     return jnp.float32 if self.exact else jnp.bfloat16
 
 
-def scratch_shapes(
-  settings: TpuConfig, num_keys: int, num_values: int
-) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-  """Shape and dtype of each scratch of `views.Slots`, buffers first."""
-  f32, operand = jnp.float32, settings.operand
-  chunk, heads = settings.chunk, settings.heads
-  pairs = -(-heads // 2)
-  stacked = views.stack_rows(settings, num_keys)[-1].stop
-  levels = int(math.log2(chunk // views.TILE))
-  shapes = {
-    'rows': ((2, heads, 2 * chunk, num_keys), operand),
-    'columns': ((2, heads, chunk, num_keys), f32),
-    'factors': ((2, heads, views.FACTOR_ROWS, num_keys), f32),
-    'readers': ((3, heads, 2 * chunk, num_keys), operand),
-    'values': ((3, heads, chunk, num_values), operand),
-    'strengths': ((3, chunk, heads), f32),
-    'diagonal': ((2, heads, views.TILE, chunk), f32),
-    'decay': ((2, heads, num_keys, views.LANES), f32),
-    'state': ((heads, num_keys, num_values), f32),
-  }
-
-  def add_packed(name, count, rows):
-    words = not settings.narrow
-    shape, dtype = packed_rows.shape_of(rows, chunk, operand, words)
-    shapes[name] = (2, count, *shape), dtype
-
-  add_packed('stack', heads, stacked)
-  add_packed('inverse', 2 * pairs, chunk)
-  for level in range(levels):
-    add_packed(f'below{level}', pairs, chunk)
-  if settings.packed:
-    shapes['numbers'] = ((2, 4, chunk, views.LANES), jnp.int32)
-  return shapes
-
-
-def count_vmem_bytes(
-  settings: TpuConfig, num_keys: int, num_values: int, gate_dtype
-) -> int:
-  """VMEM of a grid step that saves states, in bytes, at least."""
-  chunk, heads = settings.chunk, settings.heads
-  operand, f32 = settings.operand, jnp.float32
-  windows = [((chunk, heads * num_keys), operand)] * 2
-  windows += [((chunk, heads * num_keys), gate_dtype)]
-  windows += [((chunk, heads * num_values), operand)] * 2
-  # The initial, final and saved states.
-  windows += [((heads, num_keys, num_values), f32)] * 2
-  windows += [((heads, num_keys, num_values), operand)]
-  windows += [((heads, chunk), f32), ((chunk + 32, chunk), operand)]
-  windows += [((1, heads * num_keys), f32), ((8, chunk), jnp.int32)] * 2
-  scratch = scratch_shapes(settings, num_keys, num_values).values()
-  return tile.vmem_bytes(windows, scratch, settings.exact)
-
-
-def _clear(refs) -> None:
-  """Gives the first steps, which have no chunks to work on, finite data."""
-  ones = ('factors', 'decay')
-  for name, ref in refs.items():
-    if name == 'state':
-      continue
-    value = 1 if name in ones else 0
-    if ref.ndim < 4:
-      ref[...] = jnp.full(ref.shape, value, ref.dtype)
-      continue
-
-    def fill(i, _, ref=ref, value=value):
-      buffer, head = lax.div(i, ref.shape[1]), lax.rem(i, ref.shape[1])
-      ref[buffer, head] = jnp.full(ref.shape[2:], value, ref.dtype)
-
-    lax.fori_loop(0, ref.shape[0] * ref.shape[1], fill, None)
-
-
 def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   """One grid step; references come in the order of the names."""
   blocks = dict(zip(names, refs))
@@ -196,7 +130,7 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
   @pl.when(t == 0)
   def _():
     fill_state()
-    _clear(refs)
+    mosaic_tpu_scratch.clear(refs)
 
   if settings.sequences:
     pl.when((advanced >= 0) & (first_ref[jnp.maximum(advanced, 0)] != 0))(
@@ -230,8 +164,27 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
       )
     yield from take_turns(stages.substitute(h, scored, settings) for h in heads)
 
+  turning = mosaic_tpu_tokens.turn_tokens(windows, made, settings)
+
+  def convolving():
+    if settings.packed:
+      # Masks come first.
+      yield from turning
+    if settings.taps:
+      for group in in_groups(weave.prepare_heads):
+        yield from take_turns(
+          stages.convolve(h, windows, made, settings) for h in group
+        )
+        convolved.extend(group)
+
+  convolved, convolution = [], convolving()
+
   def preparing():
     for group in in_groups(weave.prepare_heads):
+      # Convolving is woven on its own, but never too late.
+      while settings.taps and group[-1] not in convolved:
+        next(convolution, None)
+        yield
       yield from take_turns(
         stages.prepare(h, windows, made, settings) for h in group
       )
@@ -249,8 +202,14 @@ def _kernel(*refs, settings: TpuConfig, names, scratch_names, groups):
       generators, steps, weave.starts, weave.lengths
     )
   ]
+  if settings.taps:
+    start, length = weave.convolution
+    streams.append(
+      kernel_weave.Stream(
+        convolution, len(heads) * 3 * tiles, start, start + length
+      )
+    )
   turn = (0.0, weave.starts[2]) if settings.packed else weave.turn
-  turning = mosaic_tpu_tokens.turn_tokens(windows, made, settings)
   streams.append(
     kernel_weave.Stream(turning, mosaic_tpu_tokens.TURN_STEPS, *turn)
   )
@@ -285,6 +244,7 @@ def forward_call(
   sequence: jax.Array | None = None,
   first: jax.Array | None = None,
   *,
+  taps: tuple[jax.Array, jax.Array, jax.Array] | None = None,
   save_states: bool = False,
   interpret=False,
   name: str = 'kda_forward',
@@ -302,11 +262,15 @@ def forward_call(
     rate: float32 [1, HV * K], the gate's multiplier.
     bias: float32 [1, HV * K], added to the gate's logits.
     tokens: int32 [B, N, 8, C], row 0 the document of a token, never falling
-      along a row, row 1 whether it is real (1) or padding (0).
+      along a row, row 1 whether it is real (1) or padding (0); with taps also
+      row LAGS of `mosaic_tpu_conv.mark_neighbours`.
     entry: int32 [B, N], the document of the state at each chunk's entry.
     h0: float32 initial states [B or S, HV, K, V], or None for 0.
     sequence: int32 [N], the sequence of each chunk, with settings.sequences.
     first: int32 [N], whether the chunk is its sequence's first.
+    taps: float32 taps of the convolutions of q, k and v, [taps, H * K], [taps,
+      H * K] and [taps, HV * V], with settings.taps; q and k have a head for
+      each of v.
     save_states: whether to return the states before each chunk.
     interpret: as of `pallas_call`.
     name: of the kernel.
@@ -338,6 +302,8 @@ def forward_call(
     inputs['scored_tokens'] = inputs['tokens']
   if h0 is not None:
     inputs['h0'] = h0
+  if settings.taps:
+    inputs |= mosaic_tpu_conv.name_taps(taps)
   scalars = {}
   if settings.sequences:
     scalars = {'sequence': sequence, 'first': first.astype(jnp.int32)}
@@ -355,6 +321,12 @@ def forward_call(
 
   def along_channels():
     return pl.BlockSpec((1, heads * num_keys), lambda b, h, t, *_: (0, h))
+
+  def along_taps(width):
+    return pl.BlockSpec(
+      (settings.taps, mosaic_tpu_conv.ROWS, heads * width),
+      lambda b, h, t, *_: (0, 0, h),
+    )
 
   def numbers(age):
     return pl.BlockSpec(
@@ -380,6 +352,9 @@ def forward_call(
     ),
     'rate': along_channels(),
     'shift': along_channels(),
+    'q_taps': along_taps(num_keys),
+    'k_taps': along_taps(num_keys),
+    'v_taps': along_taps(num_values),
     'sums': pl.BlockSpec((chunk + 32, chunk), lambda b, h, t, *_: (0, 0)),
     'tokens': numbers(0),
     'scored_tokens': numbers(1),
@@ -402,7 +377,7 @@ def forward_call(
         (1, *state), lambda b, h, t, *_: (b, chunk_of(t, 2), h, 0, 0)
       ),
     )
-  scratch = scratch_shapes(settings, num_keys, num_values)
+  scratch = mosaic_tpu_scratch.scratch_shapes(settings, num_keys, num_values)
   windows = [(specs[name].block_shape, x.dtype) for name, x in inputs.items()]
   windows += [(spec.block_shape, dtype) for _, dtype, spec in outputs.values()]
   cells = batch * num_tokens * value_heads
@@ -436,7 +411,13 @@ def forward_call(
       ),
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * cells * (6 * num_keys * num_values + 6 * chunk * num_keys),
+      flops=2
+      * cells
+      * (
+        6 * num_keys * num_values
+        + 6 * chunk * num_keys
+        + settings.taps * (2 * num_keys + num_values)
+      ),
       bytes_accessed=tile.array_bytes(
         [(x.shape, x.dtype) for x in inputs.values()]
         + [(shape, dtype) for shape, dtype, _ in outputs.values()]

@@ -11,11 +11,15 @@ from pallas_kernels.kda import (
   chunk_layout,
   custom_vjp,
   mosaic_tpu_bwd,
+  mosaic_tpu_bwd_scratch,
+  mosaic_tpu_conv,
   mosaic_tpu_fwd,
+  mosaic_tpu_scratch,
   mosaic_tpu_views,
   operands,
   products,
   segments,
+  short_conv,
   tile,
   varying,
 )
@@ -59,6 +63,16 @@ def _choose_level(config: operands.KdaConfig, dtype) -> int:
   return level
 
 
+def count_fused_taps(arrays: operands.Operands) -> int:
+  """Taps of the convolutions that the kernels apply, 0 if they apply none."""
+  if arrays.conv is None:
+    return 0
+  # A head that several value heads share would be convolved for each of them.
+  shared = arrays.q_BTHK.shape[2] != arrays.v_BTHV.shape[2]
+  taps = arrays.conv.q_CHK.shape[0]
+  return 0 if shared or taps > mosaic_tpu_conv.MOST_TAPS else taps
+
+
 def choose_settings(
   arrays: operands.Operands,
   packing: operands.Packing,
@@ -87,6 +101,7 @@ def choose_settings(
       narrow=tile.is_narrow(generation),
       packed=sequences or packing.valid_BT is not None or tokens % chunk != 0,
       sequences=sequences,
+      taps=count_fused_taps(arrays),
       weave=mosaic_tpu_fwd.WeaveConfig(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in order}
       ),
@@ -98,7 +113,7 @@ def choose_settings(
     heads,
     value_heads,
     dims,
-    lambda *sizes: mosaic_tpu_fwd.count_vmem_bytes(
+    lambda *sizes: mosaic_tpu_scratch.count_vmem_bytes(
       settings(*sizes), *dims, gate_dtype
     ),
   )
@@ -138,7 +153,7 @@ def fit_backward(
     settings.heads,
     heads,
     value_heads,
-    lambda count: mosaic_tpu_bwd.count_vmem_bytes(
+    lambda count: mosaic_tpu_bwd_scratch.count_vmem_bytes(
       with_heads(count), value_heads // heads, *dims, gate_dtype
     ),
   )
@@ -170,6 +185,8 @@ def kda_mosaic_tpu(
   Raises:
     NotImplementedError: the kernels do not support the call.
   """
+  if not count_fused_taps(arrays):
+    arrays = short_conv.convolve(arrays, packing, merge_heads=True)
   settings = choose_settings(arrays, packing, config)
   checks.check_kernel_target('mosaic_tpu')
   chunk = settings.chunk
@@ -206,6 +223,7 @@ def fill_lanes(arrays: operands.Operands) -> operands.Operands:
     v_BTHV=pad(arrays.v_BTHV, (-1,)),
     g_BTHK=pad(arrays.g_BTHK, (-1,)),
     dt_bias_HK=pad(arrays.dt_bias_HK, (-1,)),
+    conv=jax.tree.map(lambda taps: pad(taps, (-1,)), arrays.conv),
     h0_BHKV=pad(arrays.h0_BHKV, (-1, -2)),
   )
 
@@ -225,6 +243,15 @@ def number_tokens(
     entry_BN = jnp.zeros_like(real_BT[:, :chunks])
   tokens = jnp.stack([document_BT, real_BT], axis=1)
   tokens = jnp.pad(tokens, ((0, 0), (0, 6), (0, 0)))
+  if settings.taps:
+    group_BT = document_BT
+    if plan.sequence_N is not None:
+      group_BT = jnp.repeat(plan.sequence_N, settings.chunk)[None]
+    lags_BT, aheads_BT = mosaic_tpu_conv.mark_neighbours(
+      plan.valid_BT, group_BT, settings.taps
+    )
+    tokens = tokens.at[:, mosaic_tpu_views.LAGS].set(lags_BT)
+    tokens = tokens.at[:, mosaic_tpu_views.AHEADS].set(aheads_BT)
   tokens = tokens.reshape(-1, 8, chunks, settings.chunk)
   first_N = plan.first_N
   return TokenPlan(
@@ -279,6 +306,15 @@ def flatten(arrays: operands.Operands) -> FlatArrays:
   )
 
 
+def flatten_taps(
+  arrays: operands.Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+  """Taps [taps, H * K], [taps, H * K] and [taps, HV * V], or None."""
+  if arrays.conv is None:
+    return None
+  return tuple(taps.reshape(taps.shape[0], -1) for taps in arrays.conv)
+
+
 def _forward(settings, arrays, plan, save_states):
   o, final, states = mosaic_tpu_fwd.forward_call(
     settings,
@@ -288,6 +324,7 @@ def _forward(settings, arrays, plan, save_states):
     arrays.h0_BHKV,
     plan.sequence,
     plan.first,
+    taps=flatten_taps(arrays),
     save_states=save_states,
   )
   return (o.reshape(arrays.v_BTHV.shape), final), states
@@ -311,7 +348,13 @@ def _backward(settings, arrays, plan, states, d_o, d_final):
     plan.tokens,
     plan.entry,
     plan.sequence,
+    taps=flatten_taps(arrays),
   )
+  d_conv = None
+  if arrays.conv is not None:
+    d_conv = operands.ConvTaps(
+      *(d.reshape(taps.shape) for d, taps in zip(grads.taps, arrays.conv))
+    )
   d_A_log = d_bias = None
   shape = arrays.g_BTHK.shape[2:]
   if arrays.A_log_H is not None:
@@ -328,6 +371,7 @@ def _backward(settings, arrays, plan, states, d_o, d_final):
     A_log_H=d_A_log,
     dt_bias_HK=d_bias,
     h0_BHKV=None if arrays.h0_BHKV is None else grads.h0,
+    conv=d_conv,
   )
 
 

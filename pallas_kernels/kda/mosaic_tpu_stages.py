@@ -21,11 +21,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import gate, mosaic_tpu_tokens, packed_rows, tile_scores
+from pallas_kernels.kda import (
+  gate,
+  mosaic_tpu_conv,
+  mosaic_tpu_tokens,
+  packed_rows,
+  tile_scores,
+)
 from pallas_kernels.kda.mosaic_tpu_views import (
   ENTRIES,
   ENTRY_MASK,
   EXITS,
+  LAG_MASKS,
   LANES,
   REAL_MASK,
   TILE,
@@ -68,6 +75,41 @@ def _decay_bits(rows, head: Head, windows: Windows, settings) -> jax.Array:
   return _reciprocal(grown + 1 / bits, settings)
 
 
+def _convolved_rows(name: str, i: int) -> slice:
+  """Where a tile of convolved q or k waits: where its view will be."""
+  return rows_of(2 * i + (name == 'k'))
+
+
+def convolve(head: Head, windows: Windows, slots: Slots, settings):
+  """Makes q, k and v of their inputs, before `prepare`."""
+  operand = settings.operand
+  for i in range(settings.chunk // TILE):
+    rows = rows_of(i)
+    for name, lanes in (('q', head.qk), ('k', head.qk), ('v', head.v)):
+      past_ref = slots.past(name, head)
+      if i == 0:
+        # The chunk before this one is still there.
+        past_ref[:, : mosaic_tpu_conv.HALO] = past_ref[:, settings.chunk :]
+      x = getattr(windows, name)[0, rows, lanes].astype(jnp.float32)
+      masks = None
+      if settings.packed:
+        x = mosaic_tpu_tokens.select(slots.numbers(REAL_MASK)[rows], x)
+        masks = [
+          slots.numbers(LAG_MASKS + lag)[rows]
+          for lag in range(settings.taps - 1)
+        ]
+      taps = mosaic_tpu_conv.spread_taps(
+        getattr(windows, f'{name}_taps'), lanes
+      )
+      z = mosaic_tpu_conv.convolve(past_ref, x, i, taps, masks)
+      y = z * mosaic_tpu_conv.logistic(z, settings)
+      if name == 'v':
+        slots.values(head)[rows] = y.astype(operand)
+      else:
+        slots.rows(head)[_convolved_rows(name, i)] = y.astype(operand)
+      yield
+
+
 def prepare(head: Head, windows: Windows, slots: Slots, settings):
   """Normalises q and k, sums the decay and scales every view of both."""
   f32, operand = jnp.float32, settings.operand
@@ -82,8 +124,10 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
       return x
     return mosaic_tpu_tokens.select(slots.numbers(mask)[rows], x)
 
-  def load(ref, rows):
-    return ref[0, rows, head.qk].astype(f32)
+  def load(name, i):
+    if settings.taps:
+      return rows_ref[_convolved_rows(name, i)].astype(f32)
+    return getattr(windows, name)[0, rows_of(i), head.qk].astype(f32)
 
   terms = []
   for i in range(tiles):
@@ -91,10 +135,11 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
     bits = _decay_bits(rows, head, windows, settings)
     bits = select(REAL_MASK, rows, bits)
     terms.append((bits,) if settings.exact else split(bits))
-    v = windows.v[0, rows, head.v]
-    if settings.packed:
-      v = select(REAL_MASK, rows, v.astype(f32))
-    slots.values(head)[rows] = v.astype(operand)
+    if not settings.taps:
+      v = windows.v[0, rows, head.v]
+      if settings.packed:
+        v = select(REAL_MASK, rows, v.astype(f32))
+      slots.values(head)[rows] = v.astype(operand)
     yield
   sums = sum(
     dot(windows.sums[...], jnp.concatenate(part, 0)) for part in zip(*terms)
@@ -102,7 +147,7 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
   squares = []
   for i in range(tiles):
     if settings.kda.qk_l2norm:
-      q, k = load(windows.q, rows_of(i)), load(windows.k, rows_of(i))
+      q, k = load('q', i), load('k', i)
       squares.append(
         tuple(
           jnp.sum(x * x, -1, keepdims=True) + gate.L2_EPSILON for x in (q, k)
@@ -121,7 +166,7 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
   factors_ref[TOTAL] = jnp.broadcast_to(total, (8, num_keys))
   for i in range(tiles):
     rows = rows_of(i)
-    q, k = load(windows.q, rows), load(windows.k, rows)
+    q, k = load('q', i), load('k', i)
     scale = settings.kda.scale
     if settings.kda.qk_l2norm:
       scale_q, scale_k = (_inverse_root(x, settings) for x in squares[i])

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import (
   gate,
-  mosaic_tpu_fwd,
+  mosaic_tpu_scratch,
   mosaic_tpu_tokens,
   tile,
   varying,
@@ -222,7 +222,7 @@ def _call(
     pl.BlockSpec((1, heads, *dims), lambda b, h, t: (b, h, 0, 0))
     for dims in outputs.values()
   ]
-  scratch = mosaic_tpu_fwd.scratch_shapes(settings, num_keys, num_values)
+  scratch = mosaic_tpu_scratch.scratch_shapes(settings, num_keys, num_values)
   rows = num_values if reverse else num_keys
   columns = num_keys if reverse else num_values + num_keys
   scratch['state'] = ((heads, rows, columns), f32)

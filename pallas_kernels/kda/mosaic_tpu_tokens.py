@@ -11,6 +11,8 @@ from pallas_kernels.kda.mosaic_tpu_views import (
   ENTRY,
   ENTRY_MASK,
   EXIT_MASK,
+  LAG_MASKS,
+  LAGS,
   LANES,
   MIRRORED,
   REAL,
@@ -64,6 +66,11 @@ def turn_tokens(windows: Windows, slots: Slots, settings):
       (EXIT_MASK, document == last),
     ):
       slots.numbers(place)[...] = jnp.where(mask, -1, 0)
+    lags = along_lanes(LAGS) if settings.taps > 1 else None
+    for lag in range(1, settings.taps):
+      # The bit becomes the sign, which fills the word.
+      mask = (lags << (31 - lag)) >> 31
+      slots.numbers(LAG_MASKS + lag - 1)[...] = mask
   yield
 
 

@@ -12,9 +12,13 @@ TILE = 16
 LANES = 128
 # Rows of a block of tokens' numbers.
 DOCUMENT, REAL, MIRRORED, ENTRY = range(4)
+# Bits j of these rows: whether the convolution of a token, or of that j tokens
+# after it, reads over j tokens. Row 4 is the backward's.
+LAGS, AHEADS = 5, 6
 # Scratch of numbers: masks of real tokens, of tokens of the entry state's
-# document and of the chunk's last document, and the documents themselves.
-REAL_MASK, ENTRY_MASK, EXIT_MASK, DOCUMENTS = range(4)
+# document and of the chunk's last document, the documents themselves, and with
+# a convolution the masks of bits 1 and up of LAGS.
+REAL_MASK, ENTRY_MASK, EXIT_MASK, DOCUMENTS, LAG_MASKS = range(5)
 # Rows of the scratch of factors: from the chunk's entry to each tile, from each
 # tile to the next, between the tiles of `anchor_moves`, from each tile to the
 # exit, and from entry to exit.
@@ -86,6 +90,9 @@ class Windows:
     tokens: int32 [1, 1, 8, C], numbers of the tokens that are prepared.
     scored_tokens: int32 [1, 1, 8, C], numbers of the tokens that are scored.
     h0: float32 [1, heads, K, V].
+    q_taps: float32 [taps, 8, heads * K].
+    k_taps: float32 [taps, 8, heads * K].
+    v_taps: float32 [taps, 8, heads * V].
     o: [1, C, heads * V].
     final: float32 [1, heads, K, V].
     states: [1, 1, heads, K, V].
@@ -102,6 +109,9 @@ class Windows:
   tokens: Any
   scored_tokens: Any
   h0: Any
+  q_taps: Any
+  k_taps: Any
+  v_taps: Any
   o: Any
   final: Any
   states: Any
@@ -115,7 +125,8 @@ class Slots:
   of keys times beta, K^ keys decayed to the exit.
 
   Attributes:
-    refs: references by name, all but 'state' with a leading axis of buffers.
+    refs: references by name, all but 'state' and 'past' with a leading axis of
+      buffers.
     two: which of two buffers the chunk uses.
     three: which of three.
 
@@ -133,6 +144,10 @@ class Slots:
   def columns(self, head: Head):
     """float32 [C, K], keys grown from the chunk's tiles' rows 0."""
     return self.refs['columns'].at[self.two, head.index]
+
+  def past(self, name: str, head: Head):
+    """float32 [D / 128, 8 + C, 128], inputs of the convolution of q, k or v."""
+    return self.refs[f'{name}_past'].at[head.index]
 
   def factors(self, head: Head):
     """float32 [40, K], decay from tile to tile."""

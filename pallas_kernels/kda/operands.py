@@ -6,6 +6,20 @@ from typing import NamedTuple
 import jax
 
 
+class ConvTaps(NamedTuple):
+  """Taps of the short convolutions of q, k and v, float32.
+
+  Attributes:
+    q_CHK: [C, H, K], `q_CHK[0]` for the token itself.
+    k_CHK: [C, H, K].
+    v_CHV: [C, HV, V].
+  """
+
+  q_CHK: jax.Array
+  k_CHK: jax.Array
+  v_CHV: jax.Array
+
+
 class Operands(NamedTuple):
   """The differentiable arrays of one call, as the caller gave them.
 
@@ -19,6 +33,8 @@ class Operands(NamedTuple):
     dt_bias_HK: float32 [HV, K] added to the gate logits, or None for 0.
     h0_BHKV: float32 initial state [B, HV, K, V], or [N, HV, K, V] for N
       sequences packed back to back, or None for 0.
+    conv: taps of the convolutions that make q, k and v of the arrays of these
+      names, or None where they are q, k and v.
   """
 
   q_BTHK: jax.Array
@@ -29,6 +45,7 @@ class Operands(NamedTuple):
   A_log_H: jax.Array | None
   dt_bias_HK: jax.Array | None
   h0_BHKV: jax.Array | None
+  conv: ConvTaps | None = None
 
 
 class Packing(NamedTuple):

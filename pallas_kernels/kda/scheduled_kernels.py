@@ -55,6 +55,7 @@ _HEAD_DIM = 128
 _CHUNKS = 8
 _CHUNK = 128
 _STEP_HEADS = 8
+_TAPS = 4
 
 _CONFIG = operands.KdaConfig(
   lower_bound=-5.0,
@@ -119,6 +120,28 @@ def _forward(_: str) -> ScheduledKernel:
   )
 
 
+def _with_taps(arrays: operands.Operands) -> operands.Operands:
+  """The same with convolutions of four taps."""
+  taps = jax.ShapeDtypeStruct((_TAPS, *arrays.q_BTHK.shape[2:]), jnp.float32)
+  return arrays._replace(conv=operands.ConvTaps(taps, taps, taps))
+
+
+def _forward_conv(topology: str) -> ScheduledKernel:
+  """The forward that convolves q, k and v."""
+  plain = _forward(topology)
+
+  def run(arrays):
+    settings = _choose_settings(arrays)
+    flat = mosaic_tpu_op.flatten(arrays)
+    taps = mosaic_tpu_op.flatten_taps(arrays)
+    return mosaic_tpu_fwd.forward_call(settings, *flat, taps=taps)
+
+  (arrays,) = plain.arguments
+  return dataclasses.replace(
+    plain, name='fwd_conv', function=run, arguments=(_with_taps(arrays),)
+  )
+
+
 def _backward(_: str) -> ScheduledKernel:
   """The backward, which recomputes all but the states before each chunk."""
   arrays = _operands(_CHUNKS * _CHUNK, _STEP_HEADS)
@@ -145,6 +168,30 @@ def _backward(_: str) -> ScheduledKernel:
     chunk=_CHUNK,
     # q, k, v, g, dO, the states, and the gradients of q, k, v and g.
     hbm_bytes=2 * (9 * _HEAD_DIM + _HEAD_DIM**2 // _CHUNK + 2),
+  )
+
+
+def _backward_conv(topology: str) -> ScheduledKernel:
+  """The backward of the forward that convolves."""
+  plain = _backward(topology)
+
+  def run(arrays, states, d_o, d_final):
+    settings = _choose_settings(arrays)
+    flat = mosaic_tpu_op.flatten(arrays)
+    d_o = d_o.reshape(flat.v.shape)
+    taps = mosaic_tpu_op.flatten_taps(arrays)
+    return mosaic_tpu_bwd.backward_call(
+      settings, *flat, states, d_o, d_final, taps=taps
+    )
+
+  arrays, *others = plain.arguments
+  return dataclasses.replace(
+    plain,
+    name='bwd_conv',
+    function=run,
+    arguments=(_with_taps(arrays), *others),
+    # And a tile of the inputs of q, k and v before each chunk.
+    hbm_bytes=plain.hbm_bytes + 3 * 2 * _HEAD_DIM * 16 / _CHUNK,
   )
 
 
@@ -237,5 +284,13 @@ def build_kernels(topology: str) -> list[ScheduledKernel]:
   """
   return [
     build(topology)
-    for build in (_forward, _backward, _summary, _summary_reverse, _decode)
+    for build in (
+      _forward,
+      _forward_conv,
+      _backward,
+      _backward_conv,
+      _summary,
+      _summary_reverse,
+      _decode,
+    )
   ]

@@ -87,6 +87,27 @@ class KdaApiTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'needs a batch of 1'):
       trace(**arg_specs.abstract_inputs(spec), cu_seqlens=bounds)
 
+  @parameterized.parameters(
+    ('v_conv', None, 'v_conv=None, but others of q_conv, k_conv, v_conv'),
+    ('q_conv', of((4, 64)), r'q_conv has shape \(4, 64\); accepted is \[taps'),
+    ('q_conv', of((0, 2, 32)), 'with at least one tap'),
+    ('k_conv', of((3, 2, 32)), r'k_conv has shape .* is \(4, 2, 32\)'),
+    ('v_conv', of((4, 2, 64)), r'v_conv has shape .* is \(4, 4, 64\)'),
+    ('v_conv', of((4, 4, 64), jnp.bfloat16), 'v_conv has dtype bfloat16'),
+  )
+  def test_refuses_taps(self, name, value, message):
+    taps = dict(
+      q_conv=of((4, 2, 32)), k_conv=of((4, 2, 32)), v_conv=of((4, 4, 64))
+    )
+    self.assertEqual(trace(**taps).shape, (1, 20, 4, 64))
+    with self.assertRaisesRegex(ValueError, message):
+      trace(**{**taps, name: value})
+    with self.assertRaisesRegex(ValueError, 'must be an array, not list'):
+      jax.eval_shape(
+        lambda x: kda(**x, q_conv=[1], k_conv=[1], v_conv=[1]),
+        abstract_inputs(),
+      )
+
   @parameterized.parameters(([0, 30],), ([5, 3, 20],), ([-1, 20],))
   def test_refuses_bounds_it_can_read(self, bounds):
     inputs = {k: v for k, v in abstract_inputs().items() if k != 'h0'}

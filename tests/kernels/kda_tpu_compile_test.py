@@ -57,7 +57,7 @@ def summarize(inputs):
 def step(inputs):
   return decode.kda_decode(**inputs)
 
-for tokens, heads, devices in json.loads(sys.argv[2]):
+for number, (tokens, heads, devices) in enumerate(json.loads(sys.argv[2])):
   mesh = jax.sharding.Mesh(
     np.array(topology.devices)[:devices], ('model',), (AxisType.Explicit,)
   )
@@ -66,6 +66,7 @@ for tokens, heads, devices in json.loads(sys.argv[2]):
     specs = dict.fromkeys(arrays, heads_of)
     specs |= dict.fromkeys(('A_log', 'dt_bias'), P('model'))
     specs |= dict.fromkeys(('h0', 'states'), states_of)
+    specs |= dict.fromkeys(('q_conv', 'k_conv', 'v_conv'), states_of)
     specs |= dict.fromkeys(('segments', 'read_slots', 'write_slots'), P())
     specs = {name: specs[name] for name in arrays}
     arrays = {
@@ -93,7 +94,12 @@ for tokens, heads, devices in json.loads(sys.argv[2]):
   # XLA compiles for minutes what counts the documents of a longer row.
   if tokens <= 65_536:
     row['segments'] = jax.ShapeDtypeStruct((1, tokens), np.int32)
-  compile('train', train, row, heads_of)
+  taps = {}
+  if number % 2 == 0:
+    # The kernels with a convolution for one shape, those without for another.
+    shape = jax.ShapeDtypeStruct((4, heads, 128), np.float32)
+    taps = dict.fromkeys(('q_conv', 'k_conv', 'v_conv'), shape)
+  compile('train', train, row | taps, heads_of)
   compile('summarize', summarize, row, (states_of,) * 3)
   spec = arg_specs.ArgSpec(32, 1, heads, heads, 128, 128, 'bfloat16')
   requests = arg_specs.abstract_inputs(spec)
@@ -107,11 +113,11 @@ print(json.dumps(reports))
 """
 
 
-# K, V, dtype, precision and whether documents are packed: what takes most VMEM,
-# which tpu7x has least of.
+# K, V, dtype, precision, whether documents are packed and taps: what takes most
+# VMEM, which tpu7x has least of.
 WIDE = (
-  (256, 256, 'bfloat16', 'high', True),
-  (256, 128, 'float32', 'default', False),
+  (256, 256, 'bfloat16', 'high', True, 9),
+  (256, 128, 'float32', 'default', False, 4),
 )
 COMPILE_WIDE = """
 import json, sys
@@ -126,11 +132,13 @@ topology = topologies.get_topology_desc(
 mesh = jax.sharding.Mesh(
   np.array(topology.devices[:1]), ('model',), (AxisType.Explicit,)
 )
-for keys, values, dtype, precision, packed in json.loads(sys.argv[1]):
+for keys, values, dtype, precision, packed, taps in json.loads(sys.argv[1]):
   spec = arg_specs.ArgSpec(1, 512, 8, 8, keys, values, dtype)
   inputs = arg_specs.abstract_inputs(spec)
   if packed:
     inputs['segment_ids'] = jax.ShapeDtypeStruct((1, 512), np.int32)
+  for name, width in (('q', keys), ('k', keys), ('v', values)):
+    inputs[f'{name}_conv'] = jax.ShapeDtypeStruct((taps, 8, width), np.float32)
   inputs = {
     name: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=NamedSharding(mesh, P())

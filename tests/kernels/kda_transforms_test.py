@@ -23,13 +23,18 @@ interpreted, discharged = (
 
 CHUNKED = ('chunked_xla', 'mosaic_tpu')
 QUICK = {'xla_backend_optimization_level': 0}
-PARAMETERS = ('A_log', 'dt_bias')
+TAPS = ('q_conv', 'k_conv', 'v_conv')
+PARAMETERS = ('A_log', 'dt_bias', *TAPS)
 
 
 @functools.cache
 def make_inputs(batch=8):
   spec = arg_specs.ArgSpec(batch, 70, 2, 2, 32, 32)
-  return arg_specs.make_inputs(spec)
+  inputs = arg_specs.make_inputs(spec)
+  rng = np.random.default_rng(1)
+  for name in TAPS:
+    inputs[name] = jnp.asarray(rng.normal(size=(4, 2, 32)), jnp.float32)
+  return inputs
 
 
 @functools.cache
@@ -55,7 +60,7 @@ def single_device_gradients(implementation):
   run = jax.jit(
     jax.value_and_grad(loss), static_argnums=2, compiler_options=QUICK
   )
-  with interpreted(implementation):
+  with discharged(implementation):
     return jax.block_until_ready(
       run(make_inputs(), make_segments(), implementation)
     )
@@ -145,6 +150,7 @@ class KdaTransformsTest(parameterized.TestCase):
     inputs, ids = make_inputs(), make_segments()
     specs = dict.fromkeys(inputs, P('data', None, 'model'))
     specs['A_log'] = specs['dt_bias'] = P('model')
+    specs |= dict.fromkeys(TAPS, P(None, 'model'))
     specs['h0'] = P('data', 'model')
     mesh = jax.make_mesh(
       (4, 2), ('data', 'model'), axis_types=(AxisType.Explicit,) * 2
