@@ -21,13 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda import gate, operands, tile_scores
+from pallas_kernels.kda import (
+  gate,
+  mosaic_gpu_inverse,
+  operands,
+  tile_scores,
+)
 from pallas_kernels.kda.mosaic_gpu_arrays import (
   BY_CHANNEL,
-  BY_TILE_COLUMN,
   CHANNELS,
   CHUNK,
-  IN_EVERY_WARP,
   ROWS_BY_COLUMNS,
   TILE,
   TILES,
@@ -41,7 +44,6 @@ from pallas_kernels.kda.mosaic_gpu_arrays import (
   spread,
   swizzled,
   wait_for,
-  zeros,
 )
 
 _LOG2_E = math.log2(math.e)
@@ -49,8 +51,6 @@ _REBALANCE_BITS = math.log2(tile_scores.REBALANCE)
 
 # Rows of what is known of a chunk's tokens.
 DOCUMENT, REAL, ENTERS, LEAVES = range(4)
-# Floats a row that keep a warp's accesses in different banks.
-_ROW_FLOATS = TILE + 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,9 @@ def _scratch(gate_dtype) -> dict:
     'k': swizzled((CHUNK, CHANNELS)),
     'g': swizzled((CHUNK, CHANNELS)),
     'left': swizzled((2 * TILE, CHANNELS)),
-    'diagonal': plgpu.SMEM((CHUNK, TILES, _ROW_FLOATS), jnp.float32),
+    'diagonal': plgpu.SMEM(
+      (CHUNK, TILES, mosaic_gpu_inverse.ROW_FLOATS), jnp.float32
+    ),
     'shared': plgpu.RefUnion(
       # A product reads 64 rows, from wherever a tile begins.
       swizzled((CHUNK + (TILES - 1) * TILE, CHANNELS)),
@@ -115,7 +117,7 @@ def _scratch(gate_dtype) -> dict:
         swizzled(square),
         swizzled(square),
         swizzled(square, swizzle=32),
-        plgpu.SMEM((TILES, TILE, _ROW_FLOATS), jnp.float32),
+        plgpu.SMEM((TILES, TILE, mosaic_gpu_inverse.ROW_FLOATS), jnp.float32),
       ),
     ),
     'norms': plgpu.SMEM((2, CHUNK), jnp.float32),
@@ -186,8 +188,8 @@ def _score_tile(s, i: int, settings) -> tuple[jax.Array, jax.Array]:
     return wait_for(total)
 
   def own(total):
-    # Once more with the tile's keys in the first rows, where `_invert_tiles`
-    # reads those of all tiles.
+    # Once more with the tile's keys in the first rows, where the inverse reads
+    # those of all tiles.
     keys = s.prefix.at[pl.ds(i * TILE, CHUNK)]
     rows = s.left.at[pl.ds(TILE, TILE)]
     add_product(total, keys, rows.transpose((1, 0)))
@@ -262,85 +264,6 @@ def _scale_and_score(s, settings) -> tuple[jax.Array, jax.Array]:
   return tuple(jnp.concatenate(x, axis=1) for x in zip(*scores))
 
 
-def _invert_tiles(s, settings) -> jax.Array:
-  """Transposed inverses of the diagonal tiles, float32 [4, 16, 16].
-
-  Forward substitution on the columns of the identity, all tiles at once.
-  """
-  shape = (TILES, TILE, TILE)
-  column, row = (iota(shape, d, BY_TILE_COLUMN) for d in (1, 2))
-  x = jnp.where(column == row, 1.0, 0.0)
-  by_row = BY_TILE_COLUMN.reduce(1)
-  if settings.documents:
-    documents = load(s.documents, layout=by_row, optimized=False)
-  done = []
-  for m in range(TILE - 1):
-    left = TILE - 1 - m
-    done.append(lax.slice(x, (0, 0, 0), (TILES, TILE, 1)))
-    x = lax.slice(x, (0, 0, 1), (TILES, TILE, left + 1))
-    factors = load(
-      s.diagonal,
-      (m, slice(None), pl.ds(m + 1, left)),
-      layout=by_row,
-      optimized=False,
-    )
-    if settings.documents:
-      own = lax.slice(documents, (0, m), (TILES, m + 1))
-      others = lax.slice(documents, (0, m + 1), (TILES, TILE))
-      same = others == repeat(own, left, axis=1)
-      factors = jnp.where(same, factors, 0.0)
-    factors = spread(factors, x.shape, (0, 2), BY_TILE_COLUMN)
-    x = x - factors * repeat(done[-1], left, axis=2)
-  return jnp.concatenate([*done, x], axis=2)
-
-
-def _invert(s, lower: jax.Array, settings) -> jax.Array:
-  """Transposed inverse of I + L, float32 [64, 64].
-
-  Args:
-    s: shared memory.
-    lower: transposed L, zero where L is.
-    settings: static settings.
-  """
-  bf16, square = jnp.bfloat16, (CHUNK, CHUNK)
-  s.inverses[:, :, pl.ds(0, TILE)] = _invert_tiles(s, settings)
-  s.merged[...] = zeros(square, bf16)
-  plgpu.commit_smem()
-  for i in range(TILES):
-    block = load(
-      s.inverses,
-      (i, slice(None), pl.ds(0, TILE)),
-      layout=IN_EVERY_WARP,
-      optimized=False,
-    )
-    s.merged[rows_of(i), rows_of(i)] = block.astype(bf16)
-  plgpu.commit_smem()
-  x = load(s.merged, layout=ROWS_BY_COLUMNS).astype(jnp.float32)
-  row, lane = iota(square, 0), iota(square, 1)
-
-  def multiply(left):
-    def run(total):
-      add_product(total, left.astype(bf16), s.merged)
-      return wait_for(total)
-
-    product = accumulate(run, square, interpreted=settings.interpreted)
-    plgpu.commit_smem()
-    return product
-
-  for size in (TILE, 2 * TILE):
-    # Blocks of an enlarged pair: x - x N x, where N couples the two.
-    pair = row // (2 * size) == lane // (2 * size)
-    coupling = jnp.where(pair & (row // size != lane // size), lower, 0.0)
-    if size > TILE:
-      s.merged[...] = x.astype(bf16)
-      plgpu.commit_smem()
-    product = multiply(coupling)
-    s.merged[...] = product.astype(bf16)
-    plgpu.commit_smem()
-    x = x - multiply(x)
-  return x
-
-
 def prepare(s, settings: GpuConfig) -> None:
   """Turns a chunk's arrays in shared memory into its `Prepared` views.
 
@@ -372,7 +295,7 @@ def prepare(s, settings: GpuConfig) -> None:
     lower, keys * spread(beta, square, (1,), ROWS_BY_COLUMNS), 0.0
   )
   plgpu.commit_smem()
-  inverse = _invert(s, keys, settings)
+  inverse = mosaic_gpu_inverse.invert(s, keys, settings)
   beta = load(s.beta, (0,), layout=ROWS_BY_COLUMNS.reduce(1))
   inverse = inverse * spread(beta, square, (0,), ROWS_BY_COLUMNS)
   s.inverse[...] = inverse.astype(bf16)
