@@ -78,6 +78,10 @@ KERNEL_COMMANDS = (
 )
 
 
+# Other projects, imported by the benchmark if they are there.
+RIVALS = {'pallas_kernels.kda.bench_rivals': {'torch', 'fla', 'cudnn'}}
+
+
 @functools.cache
 def modules(package: str) -> dict[str, ast.Module]:
   """Syntax trees of a package by dotted name."""
@@ -168,6 +172,7 @@ class LayeringTest(absltest.TestCase):
       for target in imports(tree):
         top = target.split('.')[0]
         allowed = {'jax', 'numpy', 'chex', 'pallas_kernels'}
+        allowed |= RIVALS.get(name, set())
         if top == 'absl':
           of_command = target in ('absl.app', 'absl.flags')
           self.assertTrue(
