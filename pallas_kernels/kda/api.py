@@ -101,13 +101,14 @@ def kda(
     dt_bias: float32 [HV, K] added to the gate logits; None for 0.
     q_conv: float32 taps [taps, H, K] of a causal convolution per channel, all
       three or None. With them q, k and v are its inputs, and the operator reads
-      silu(sum_j taps[j] * x[t - j]) over the real tokens of t's document, or
-      sequence, none before the row; products and sum are float32, the result is
-      rounded to the arrays' dtype. The kernels for TPU convolve up to 9 taps
-      themselves where q has a head for each of v. By static schedules that adds
-      0.9 cycles a token and head to the forward and 3.3 to the backward on v6e,
-      1.3 and 3.7 on v5e; else XLA convolves before the kernels, for 3.2 and 6.2
-      on v6e, 4.4 and 7.3 on v5e.
+      silu(sum_j taps[j] * x[t - j]), so taps[0] is the token's own, over the
+      real tokens of t's document, or sequence, none before the row; products
+      and sum are float32, the result is rounded to the arrays' dtype. The
+      kernels for TPU convolve up to 9 taps themselves where q has a head for
+      each of v. By static schedules that adds 0.9 cycles a token and head to
+      the forward and 3.3 to the backward on v6e, 1.3 and 3.7 on v5e; else XLA
+      convolves before the kernels, for 3.2 and 6.2 on v6e, 4.4 and 7.3 on v5e
+      by its compiler's estimate.
     k_conv: the same for the keys.
     v_conv: the same for the values, [taps, HV, V].
     lower_bound: in [-5, 0), nats per token: log decay is
@@ -142,11 +143,11 @@ def kda(
     cp_axis: mesh axis over which tokens are split; only None is implemented.
     implementation: None picks by the mesh's platform: on TPU and on Hopper GPUs
       the kernels if they support the call, else 'chunked_xla'; or one of
-      IMPLEMENTATIONS. 'mosaic_tpu' needs a lower_bound, all axes of the mesh
-      manual, and a TPU, or a mesh of them to compile for, or Pallas'
-      interpretation. 'mosaic_gpu' needs the same of a Hopper GPU, bfloat16
+      'reference', 'chunked_xla', 'mosaic_tpu' and 'mosaic_gpu'. The kernels
+      need a lower_bound and all axes of the mesh manual; those for TPU a TPU,
+      or a mesh of them to compile for; those for GPU a Hopper GPU, bfloat16
       arrays, keys of at most 128 channels, write strengths up to 1 and
-      precision 'fast' or 'default'.
+      precision 'fast' or 'default'. Both also run by Pallas' interpretation.
 
   Returns:
     Outputs [B, T, HV, V] in v's dtype; with return_final_state also the final

@@ -7,7 +7,8 @@ r"""Times KDA implementations against the memory floor and against rivals.
 
 The floor is the time to read every argument and to write every result once, in
 training also every gradient, at the bandwidth that a large copy has on the same
-device in the same run.
+device in the same run; the share is the floor over the time. Extra memory is
+what a call takes beyond its arguments.
 """
 
 import math
@@ -19,13 +20,22 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from pallas_kernels.kda import api, arg_specs, bench_rivals
+from pallas_kernels.kda import api, arg_specs, bench_rivals, products
 
-_SPECS = flags.DEFINE_list('specs', ['cpu'], 'Named argument shapes.')
-_IMPLEMENTATIONS = flags.DEFINE_list(
-  'implementations', ['reference', 'chunked_xla'], 'Implementations to time.'
+_SPECS = flags.DEFINE_list(
+  'specs',
+  ['cpu'],
+  f'Named argument shapes, of {", ".join(arg_specs.SPECS)}; all but the first '
+  'three are bfloat16.',
 )
-_PRECISION = flags.DEFINE_string('precision', 'default', 'Precision of kda.')
+_IMPLEMENTATIONS = flags.DEFINE_list(
+  'implementations',
+  ['reference', 'chunked_xla'],
+  f'Implementations to time, of {", ".join(api.IMPLEMENTATIONS)}.',
+)
+_PRECISION = flags.DEFINE_enum(
+  'precision', 'default', products.PRECISIONS, 'Precision of kda.'
+)
 _REPEATS = flags.DEFINE_integer('repeats', 10, 'Timed runs of each program.')
 _RIVALS = flags.DEFINE_bool(
   'rivals', False, 'Also time kernels of other projects that are installed.'
@@ -136,6 +146,11 @@ def main(argv: Sequence[str]) -> None:
     if name not in arg_specs.SPECS:
       raise app.UsageError(
         f'--specs={name} is not one of {sorted(arg_specs.SPECS)}.'
+      )
+  for name in _IMPLEMENTATIONS.value:
+    if name not in api.IMPLEMENTATIONS:
+      raise app.UsageError(
+        f'--implementations={name} is not one of {api.IMPLEMENTATIONS}.'
       )
   bandwidth = measure_bandwidth(_REPEATS.value)
   print(

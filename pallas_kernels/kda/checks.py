@@ -41,11 +41,12 @@ _TARGETS = {
     'tpu',
     'TPUs, meshes of TPUs given by jax.set_mesh, from which other machines '
     'compile ahead of time, and interpretation under '
-    'pltpu.force_tpu_interpret_mode',
+    'jax.experimental.pallas.tpu.force_tpu_interpret_mode',
   ),
   'mosaic_gpu': (
     'gpu',
-    'Hopper GPUs and interpretation under plgpu.force_gpu_interpret_mode',
+    'Hopper GPUs, and interpretation under '
+    'jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode',
   ),
 }
 
@@ -205,8 +206,18 @@ def check_taps(arrays: operands.Operands, names: tuple[str, str, str]) -> None:
         f'{name} has shape {taps.shape}; accepted is [taps, heads, dim] with '
         'at least one tap.'
       )
+    heads, dim = x.shape[2:]
+    if taps.shape[1:] != (heads, dim):
+      raise ValueError(
+        f'{name} has shape {taps.shape}; accepted is [taps, {heads}, {dim}].'
+      )
     width = taps.shape[0] if width is None else width
-    _check_array(name, taps, (width, *x.shape[2:]), (jnp.float32,))
+    if taps.shape[0] != width:
+      raise ValueError(
+        f'{name} has {taps.shape[0]} taps; accepted are {width}, as '
+        f'{names[0]} has.'
+      )
+    _check_array(name, taps, taps.shape, (jnp.float32,))
 
 
 def _check_bounds(cu_seqlens: jax.Array, batch: int, tokens: int) -> None:

@@ -87,14 +87,19 @@ def check_support(
     refuse(f'{num_keys} channels of keys', f'at most {CHANNELS}')
 
 
+def find_other_device() -> str | None:
+  """Says which GPU without the kernels' instructions this is, or None."""
+  kind = tile.device_generation()
+  if any(name in kind for name in _HOPPER_DEVICES):
+    return None
+  return f'the kernels for GPU are for Hopper, and this is {kind}'
+
+
 def find_obstacle(
   arrays: operands.Operands, config: operands.KdaConfig
 ) -> str | None:
   """Says why the kernels cannot take a call, or None when they can."""
-  kind = tile.device_generation()
-  if not any(name in kind for name in _HOPPER_DEVICES):
-    return f'the kernels for GPU are for Hopper, and this is {kind}'
-  if obstacle := checks.find_automatic_axis():
+  if obstacle := find_other_device() or checks.find_automatic_axis():
     return obstacle
   try:
     check_support(arrays, config)
@@ -189,9 +194,11 @@ def kda_mosaic_gpu(
   Raises:
     NotImplementedError: the kernels do not support the call.
   """
-  check_support(arrays, config)
-  interpreted = checks.kernels_are_interpreted()
   checks.check_kernel_target('mosaic_gpu')
+  interpreted = checks.kernels_are_interpreted()
+  if not interpreted and (obstacle := find_other_device()):
+    raise NotImplementedError(f"implementation='mosaic_gpu': {obstacle}.")
+  check_support(arrays, config)
   batch, _, heads, num_values = arrays.v_BTHV.shape
   num_keys = arrays.q_BTHK.shape[-1]
   tiles = tile.choose_tiles(target.target_platform(), num_keys, num_values)

@@ -91,8 +91,8 @@ class KdaApiTest(parameterized.TestCase):
     ('v_conv', None, 'v_conv=None, but others of q_conv, k_conv, v_conv'),
     ('q_conv', of((4, 64)), r'q_conv has shape \(4, 64\); accepted is \[taps'),
     ('q_conv', of((0, 2, 32)), 'with at least one tap'),
-    ('k_conv', of((3, 2, 32)), r'k_conv has shape .* is \(4, 2, 32\)'),
-    ('v_conv', of((4, 2, 64)), r'v_conv has shape .* is \(4, 4, 64\)'),
+    ('k_conv', of((3, 2, 32)), 'k_conv has 3 taps; accepted are 4, as q_conv'),
+    ('v_conv', of((4, 2, 64)), r'v_conv has shape .* \[taps, 4, 64\]'),
     ('v_conv', of((4, 4, 64), jnp.bfloat16), 'v_conv has dtype bfloat16'),
   )
   def test_refuses_taps(self, name, value, message):

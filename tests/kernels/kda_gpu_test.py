@@ -202,16 +202,30 @@ class KdaGpuTest(parameterized.TestCase):
       ({}, {'lower_bound': None}, 'lower_bound=None: .* bounded gates'),
       ({}, {'precision': 'highest'}, "'highest': .* 'fast' and 'default'"),
       ({}, {'allow_neg_eigval': True}, 'allow_neg_eigval=True: .* up to 1'),
-      ({}, {}, 'do not run on cpu; supported are Hopper'),
     ):
       call = dict(inputs)
       if change:
         call |= {name: call[name].astype(jnp.float32) for name in 'qkv'}
-      with self.assertRaisesRegex(NotImplementedError, message):
+      with interpreted(), self.assertRaisesRegex(NotImplementedError, message):
         kda(**call, **options, implementation='mosaic_gpu')
     wide = make_inputs(20, dims=(256, 64))
-    with self.assertRaisesRegex(NotImplementedError, '256 channels of keys'):
+    message = '256 channels of keys'
+    with interpreted(), self.assertRaisesRegex(NotImplementedError, message):
       kda(**wide, implementation='mosaic_gpu')
+
+  def test_refuses_other_devices(self):
+    call = functools.partial(
+      kda, **make_inputs(20), implementation='mosaic_gpu'
+    )
+    message = 'do not run on cpu; supported are Hopper GPUs'
+    with self.assertRaisesRegex(NotImplementedError, message):
+      call()
+    with (
+      mock.patch.object(target, 'target_platform', lambda: 'gpu'),
+      mock.patch.object(tile, 'device_generation', lambda: 'NVIDIA A100'),
+      self.assertRaisesRegex(NotImplementedError, 'Hopper, and this is .*A100'),
+    ):
+      call()
 
   @parameterized.parameters(
     ('NVIDIA H200', {}, 'kda on gpu runs as mosaic_gpu$'),
@@ -242,7 +256,10 @@ class KdaGpuLoweringTest(parameterized.TestCase):
   """Lowering checks layouts, shared memory and accesses to its banks."""
 
   def lower(self, call, *args):
-    with mock.patch.object(checks, 'check_kernel_target'):
+    with (
+      mock.patch.object(checks, 'check_kernel_target'),
+      mock.patch.object(mosaic_gpu_op, 'find_other_device', lambda: None),
+    ):
       traced = jax.jit(call).trace(*args)
       text = traced.lower(lowering_platforms=('cuda',)).as_text()
     for kernel in ('kda_prepare', 'kda_chain'):
