@@ -116,7 +116,9 @@ def kda(
       unbounded -exp(A_log) * softplus(g + dt_bias), which is slower.
     scale: multiplies the queries; None for K**-0.5.
     qk_l2norm: whether q and k are divided by sqrt(sum of squares + 1e-6).
-    beta_sigmoid: whether beta is sigmoid(beta).
+    beta_sigmoid: whether beta is sigmoid(beta). Strengths that are given may be
+      above 1, and the kernels for TPU then work as 'high' where 'default' is
+      asked for.
     allow_neg_eigval: whether beta is 2 * sigmoid(beta), which lets a write
       reverse a state's component.
     gate_in_kernel: whether g holds logits. When False, g must be at most 0,
@@ -146,8 +148,9 @@ def kda(
       'reference', 'chunked_xla', 'mosaic_tpu' and 'mosaic_gpu'. The kernels
       need a lower_bound and all axes of the mesh manual; those for TPU a TPU,
       or a mesh of them to compile for; those for GPU a Hopper GPU, bfloat16
-      arrays, keys of at most 128 channels, write strengths up to 1 and
-      precision 'fast' or 'default'. Both also run by Pallas' interpretation.
+      arrays, keys of at most 128 channels, to which fewer are padded, beta as
+      logits of strengths up to 1, and precision 'fast' or 'default'. Both also
+      run by Pallas' interpretation.
 
   Returns:
     Outputs [B, T, HV, V] in v's dtype; with return_final_state also the final

@@ -15,9 +15,10 @@ class RivalTimes(NamedTuple):
   """One measurement.
 
   Attributes:
-    name: project and what its kernel covers.
+    name: project and what its kernel covers; a bare one leaves gate, norms and
+      the sigmoid of beta to others.
     label: 'forward' or 'forward+backward'.
-    seconds: median of the runs.
+    seconds: of a call.
     extra_bytes: peak device memory beyond the arguments.
   """
 
@@ -180,6 +181,9 @@ def time_rivals(
     return
   if not torch.cuda.is_available():
     yield 'PyTorch sees no GPU: no rivals'
+    return
+  if spec.value_heads != spec.heads:
+    yield f'{spec.value_heads} value heads on {spec.heads}: rivals need as many'
     return
   for name, measure in (('FLA', _time_fla), ('cuDNN frontend', _time_cudnn)):
     try:

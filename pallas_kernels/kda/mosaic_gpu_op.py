@@ -30,10 +30,13 @@ from pallas_kernels.kda.mosaic_gpu_arrays import CHANNELS, CHUNK
 from pallas_kernels.kda.mosaic_gpu_chain import PART
 
 # How devices with the instructions of the kernels call themselves.
-_HOPPER_DEVICES = ('H100', 'H200', 'H800', 'H20', 'GH200')
-# Blocks of one part of a head's values that a GPU runs at a time; with more, a
-# block takes two parts, which then share what it fetches.
+_HOPPER_DEVICES = ('H100', 'H200', 'H800', 'H20')
+# Blocks of one part of a head's values that a GPU runs at a time, one on each
+# multiprocessor (H100 SXM, H200); with more, a block takes two parts, which then
+# share what it fetches.
 _BLOCKS_AT_ONCE = 132
+# One axis of a grid numbers the chunks; sequences may add a chunk each.
+_MOST_TOKENS = 2**15 * CHUNK
 
 
 class TokenPlan(NamedTuple):
@@ -80,11 +83,16 @@ def check_support(
     refuse(f'q, k and v in {dtype.name}', 'bfloat16')
   if config.precision not in ('fast', 'default'):
     refuse(f'precision={config.precision!r}', "'fast' and 'default'")
+  strengths = 'write strengths up to 1, made of logits'
   if config.allow_neg_eigval:
-    refuse('allow_neg_eigval=True', 'write strengths up to 1')
-  num_keys = arrays.q_BTHK.shape[-1]
+    refuse('allow_neg_eigval=True', strengths)
+  if not config.beta_sigmoid:
+    refuse('beta_sigmoid=False', strengths)
+  tokens, _, num_keys = arrays.q_BTHK.shape[1:]
   if num_keys > CHANNELS:
     refuse(f'{num_keys} channels of keys', f'at most {CHANNELS}')
+  if tokens > _MOST_TOKENS:
+    refuse(f'{tokens} tokens a row', f'at most {_MOST_TOKENS}')
 
 
 def find_other_device() -> str | None:
@@ -115,21 +123,20 @@ def fill_channels(arrays: operands.Operands) -> operands.Operands:
   decay.
   """
 
-  def pad(x, **to):
+  def pad(x, *sizes):
     if x is None:
       return None
-    widths = [(0, 0)] * x.ndim
-    for axis, size in zip((-2, -1)[-len(to) :], to.values()):
-      widths[axis] = (0, -x.shape[axis] % size)
+    widths = [(0, 0)] * (x.ndim - len(sizes))
+    widths += [(0, -x.shape[i - len(sizes)] % n) for i, n in enumerate(sizes)]
     return jnp.pad(x, widths) if any(extra for _, extra in widths) else x
 
   return arrays._replace(
-    q_BTHK=pad(arrays.q_BTHK, keys=CHANNELS),
-    k_BTHK=pad(arrays.k_BTHK, keys=CHANNELS),
-    v_BTHV=pad(arrays.v_BTHV, values=PART),
-    g_BTHK=pad(arrays.g_BTHK, keys=CHANNELS),
-    dt_bias_HK=pad(arrays.dt_bias_HK, keys=CHANNELS),
-    h0_BHKV=pad(arrays.h0_BHKV, keys=CHANNELS, values=PART),
+    q_BTHK=pad(arrays.q_BTHK, CHANNELS),
+    k_BTHK=pad(arrays.k_BTHK, CHANNELS),
+    v_BTHV=pad(arrays.v_BTHV, PART),
+    g_BTHK=pad(arrays.g_BTHK, CHANNELS),
+    dt_bias_HK=pad(arrays.dt_bias_HK, CHANNELS),
+    h0_BHKV=pad(arrays.h0_BHKV, CHANNELS, PART),
   )
 
 

@@ -56,9 +56,10 @@ def _choose_level(config: operands.KdaConfig, dtype) -> int:
   if dtype == jnp.float32:
     return mosaic_tpu_fwd.HIGHEST
   level = products.PRECISIONS.index(config.precision)
-  if config.allow_neg_eigval and level == mosaic_tpu_fwd.DEFAULT:
-    # Write strengths above 1 make entries of the triangular inverse grow, and
-    # with them what its rounding loses.
+  doubled = config.allow_neg_eigval or not config.beta_sigmoid
+  if doubled and level == mosaic_tpu_fwd.DEFAULT:
+    # Write strengths above 1, as those given ready may be, make entries of the
+    # triangular inverse grow, and with them what its rounding loses.
     level = mosaic_tpu_fwd.HIGH
   return level
 
