@@ -32,8 +32,8 @@ from pallas_kernels.kda.mosaic_gpu_chain import PART
 # How devices with the instructions of the kernels call themselves.
 _HOPPER_DEVICES = ('H100', 'H200', 'H800', 'H20')
 # Blocks of one part of a head's values that a GPU runs at a time, one on each
-# multiprocessor (H100 SXM, H200); with more, a block takes two parts, which then
-# share what it fetches.
+# multiprocessor (H100 SXM, H200); with more, a block takes two parts, which
+# then share what it fetches.
 _BLOCKS_AT_ONCE = 132
 # One axis of a grid numbers the chunks; sequences may add a chunk each.
 _MOST_TOKENS = 2**15 * CHUNK
