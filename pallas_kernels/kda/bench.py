@@ -11,7 +11,6 @@ device in the same run; the share is the floor over the time. Extra memory is
 what a call takes beyond its arguments.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
         f'{floor / seconds:.1%}',
         f'{needed / seconds / 1e9:.0f}',
         f'{count_flops(spec, training) / seconds / 1e12:.1f}',
-        f'{extra / 1e9:.2f}' if math.isfinite(extra) else '-',
+        f'{extra / 1e9:.2f}',
       )
       print(_ROW.format(spec_name, name, label, *figures), flush=True)
 

@@ -75,6 +75,26 @@ def _make_arrays(torch, spec: arg_specs.ArgSpec) -> dict:
   }
 
 
+def _time_passes(
+  torch, name: str, forward: Callable, arrays: dict, repeats, training
+) -> Iterator[RivalTimes]:
+  """Times a forward on arrays, in training also with its backward."""
+  with torch.no_grad():
+    yield RivalTimes(name, 'forward', *_time(torch, forward, repeats))
+  if not training:
+    return
+  for x in arrays.values():
+    x.requires_grad_()
+  d_o = torch.ones_like(arrays['v'])
+
+  def both():
+    for x in arrays.values():
+      x.grad = None
+    forward().backward(d_o)
+
+  yield RivalTimes(name, 'forward+backward', *_time(torch, both, repeats))
+
+
 def _time_fla(torch, spec, repeats, training) -> Iterator[RivalTimes]:
   from fla.ops.kda import chunk_kda
 
@@ -90,21 +110,7 @@ def _time_fla(torch, spec, repeats, training) -> Iterator[RivalTimes]:
       lower_bound=-5.0,
     )[0]
 
-  name = 'FLA'
-  with torch.no_grad():
-    yield RivalTimes(name, 'forward', *_time(torch, forward, repeats))
-  if not training:
-    return
-  for x in arrays.values():
-    x.requires_grad_()
-  d_o = torch.ones_like(arrays['v'])
-
-  def both():
-    for x in arrays.values():
-      x.grad = None
-    forward().backward(d_o)
-
-  yield RivalTimes(name, 'forward+backward', *_time(torch, both, repeats))
+  yield from _time_passes(torch, 'FLA', forward, arrays, repeats, training)
 
 
 def _time_cudnn(torch, spec, repeats, training) -> Iterator[RivalTimes]:
@@ -154,20 +160,7 @@ def _time_cudnn(torch, spec, repeats, training) -> Iterator[RivalTimes]:
     return result[0] if isinstance(result, tuple) else result
 
   name = 'cuDNN frontend, bare'
-  with torch.no_grad():
-    yield RivalTimes(name, 'forward', *_time(torch, bare, repeats))
-  if not training:
-    return
-  for x in ready.values():
-    x.requires_grad_()
-  d_o = torch.ones_like(ready['v'])
-
-  def both():
-    for x in ready.values():
-      x.grad = None
-    bare().backward(d_o)
-
-  yield RivalTimes(name, 'forward+backward', *_time(torch, both, repeats))
+  yield from _time_passes(torch, name, bare, ready, repeats, training)
 
 
 def time_rivals(

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import target
-from pallas_kernels.kda import operands, products, tile
+from pallas_kernels.kda import operands, products, tile, varying
 
 HEAD_DIMS = (32, 256)
 FLOATS = (jnp.bfloat16, jnp.float32)
@@ -26,11 +26,7 @@ def kernels_are_interpreted() -> bool:
   JAX has no function that tells; a call of a kernel carries the setting.
   """
   constant = jnp.zeros((8, 128))
-  shape = jax.ShapeDtypeStruct(
-    constant.shape,
-    constant.dtype,
-    manual_axis_type=jax.typeof(constant).manual_axis_type,
-  )
+  shape = varying.struct_like(constant, constant.shape, constant.dtype)
   call = pl.pallas_call(lambda _: None, out_shape=shape)
   (equation,) = jax.make_jaxpr(call)().eqns
   return bool(equation.params['interpret'])

@@ -5,6 +5,7 @@ softplus gate; the Kimi K3 report (arXiv 2607.24653) section 2.1.1 for the
 bounded gate.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.kda import operands
 
 L2_EPSILON = 1e-6
+_LOG2_E = math.log2(math.e)
 
 
 class Activated(NamedTuple):
@@ -80,6 +82,23 @@ def log_decay(
   if lower_bound is None:
     return -rate * jax.nn.softplus(g_BTHK)
   return lower_bound * sigmoid(rate * g_BTHK)
+
+
+def exponent_terms(
+  rate: jax.Array, bias: jax.Array, lower_bound: float
+) -> tuple[jax.Array, jax.Array]:
+  """Factor and shift by which kernels make decay of gate logits.
+
+  With bits = -lower_bound * log2(e), the decay of a logit x in bits is
+  1 / (exp2(x * factor + shift) + 1 / bits).
+
+  Args:
+    rate: float32, the gate's multiplier.
+    bias: float32, added to the logits.
+    lower_bound: of the gate, in nats.
+  """
+  factor = -_LOG2_E * rate
+  return factor, factor * bias - math.log2(-lower_bound * _LOG2_E)
 
 
 def write_strength(

@@ -6,6 +6,7 @@ the views of later chunks. All products have the state or new values on the
 left, in registers, so that only two of them wait for each other in a chunk.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kda import products, varying
 from pallas_kernels.kda.mosaic_gpu_arrays import (
   CHANNELS,
   CHUNK,
@@ -52,12 +54,6 @@ class ChainResults(NamedTuple):
   states: jax.Array | None
 
 
-def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """x rounded to bfloat16, and the rest of it."""
-  rounded = x.astype(jnp.bfloat16)
-  return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
 def _advance(state, chunk, settings: GpuConfig, between):
   """One chunk of the recurrence.
 
@@ -84,7 +80,7 @@ def _advance(state, chunk, settings: GpuConfig, between):
     decayed = state * spread(decay, state.shape, (1,), ROWS_BY_COLUMNS)
     between(rounded)
     values = wait_for(new, in_flight=1)
-    parts = _split(values)[: 2 if settings.splits else 1]
+    parts = products.split(values)[: 2 if settings.splits else 1]
     for part in parts:
       add_product(written, part, views.k_exit)
     for part in parts:
@@ -160,11 +156,7 @@ def chain_call(
     inputs['h0'] = h0
   if bounds is not None:
     inputs['bounds'] = bounds
-  varying = jax.typeof(v).manual_axis_type
-
-  def array(shape, dtype):
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
-
+  array = functools.partial(varying.struct_like, v)
   outputs = {
     'o': array(v.shape, jnp.bfloat16),
     'final': array((rows * heads, num_values, CHANNELS), jnp.float32),

@@ -18,6 +18,7 @@ from pallas_kernels.kda import (
   chunked_xla,
   chunked_xla_bwd,
   custom_vjp,
+  flat_arrays,
   gate,
   mosaic_gpu_chain,
   mosaic_gpu_prepare,
@@ -116,30 +117,6 @@ def find_obstacle(
   return None
 
 
-def fill_channels(arrays: operands.Operands) -> operands.Operands:
-  """Pads keys to 128 channels and values to whole parts.
-
-  Keys, values and states of added channels are 0 and stay so, whatever their
-  decay.
-  """
-
-  def pad(x, *sizes):
-    if x is None:
-      return None
-    widths = [(0, 0)] * (x.ndim - len(sizes))
-    widths += [(0, -x.shape[i - len(sizes)] % n) for i, n in enumerate(sizes)]
-    return jnp.pad(x, widths) if any(extra for _, extra in widths) else x
-
-  return arrays._replace(
-    q_BTHK=pad(arrays.q_BTHK, CHANNELS),
-    k_BTHK=pad(arrays.k_BTHK, CHANNELS),
-    v_BTHV=pad(arrays.v_BTHV, PART),
-    g_BTHK=pad(arrays.g_BTHK, CHANNELS),
-    dt_bias_HK=pad(arrays.dt_bias_HK, CHANNELS),
-    h0_BHKV=pad(arrays.h0_BHKV, CHANNELS, PART),
-  )
-
-
 def number_tokens(plan: segments.ChunkPlan) -> jax.Array | None:
   """What `prepare_call` is told of tokens, or None if all are real."""
   if plan.valid_BT is None and plan.document_BT is None:
@@ -235,29 +212,20 @@ def kda_mosaic_gpu(
 def _forward(settings: GpuOpConfig, arrays, plan: TokenPlan, save_states):
   kernel = settings.kernel
   num_keys, num_values = arrays.q_BTHK.shape[-1], arrays.v_BTHV.shape[-1]
-  value_shape = arrays.v_BTHV.shape
-  arrays = fill_channels(arrays)
+  arrays = flat_arrays.pad_channels(arrays, CHANNELS, PART)
   batch, num_tokens, heads, width = arrays.v_BTHV.shape
-  chunks = num_tokens // CHUNK
-
-  def flat(x):
-    return x.reshape(batch, num_tokens, -1)
-
-  ones = jnp.ones((heads, CHANNELS), jnp.float32)
-  A_log, bias = arrays.A_log_H, arrays.dt_bias_HK
-  rate = ones if A_log is None else ones * jnp.exp(A_log)[:, None]
-  bias = jnp.zeros_like(ones) if bias is None else bias
+  flat = flat_arrays.flatten(arrays)
   valid_BT = plan.chunks.valid_BT
-  beta_BTH = gate.write_strength(arrays.beta_BTH, kernel.kda)
+  beta_BTH = gate.write_strength(flat.beta, kernel.kda)
   beta_BHT = jnp.swapaxes(gate.select_valid(valid_BT, beta_BTH), 1, 2)
   prepared = mosaic_gpu_prepare.prepare_call(
     kernel,
-    flat(arrays.q_BTHK),
-    flat(arrays.k_BTHK),
-    flat(arrays.g_BTHK),
-    beta_BHT.reshape(batch * heads, chunks, CHUNK),
-    rate.reshape(1, -1),
-    bias.reshape(1, -1),
+    flat.q,
+    flat.k,
+    flat.g,
+    beta_BHT.reshape(batch * heads, num_tokens // CHUNK, CHUNK),
+    flat.rate,
+    flat.bias,
     plan.tokens,
   )
   h0 = arrays.h0_BHKV
@@ -268,7 +236,7 @@ def _forward(settings: GpuOpConfig, arrays, plan: TokenPlan, save_states):
   results = mosaic_gpu_chain.chain_call(
     kernel,
     prepared,
-    flat(gate.select_valid(valid_BT, arrays.v_BTHV)),
+    gate.select_valid(valid_BT, flat.v),
     h0,
     plan.bounds,
     parts=2 if pairs and many else 1,
@@ -283,7 +251,7 @@ def _forward(settings: GpuOpConfig, arrays, plan: TokenPlan, save_states):
     states = states.reshape(batch, heads, blocks, -1, width, CHANNELS)
     states = jnp.transpose(states, (2, 3, 0, 1, 5, 4))
     states = states[..., :num_keys, :num_values]
-  return (o.reshape(value_shape), final), states
+  return (o, final), states
 
 
 def _backward(settings: GpuOpConfig, arrays, plan, states, d_o, d_final):

@@ -11,6 +11,7 @@ anchored at its row 0, which leaves the past independent of the future.
 """
 
 import dataclasses
+import functools
 import math
 import types
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from pallas_kernels.kda import (
   mosaic_gpu_inverse,
   operands,
   tile_scores,
+  varying,
 )
 from pallas_kernels.kda.mosaic_gpu_arrays import (
   BY_CHANNEL,
@@ -278,7 +280,7 @@ def prepare(s, settings: GpuConfig) -> None:
   row, lane = iota(square, 0), iota(square, 1)
   allowed, lower = row <= lane, row < lane
   if settings.documents:
-    numbers = (
+    by_row, by_lane = (
       spread(
         load(s.tokens, (DOCUMENT,), layout=ROWS_BY_COLUMNS.reduce(1 - d)),
         square,
@@ -287,7 +289,7 @@ def prepare(s, settings: GpuConfig) -> None:
       )
       for d in (0, 1)
     )
-    same = next(numbers) == next(numbers)
+    same = by_row == by_lane
     allowed, lower = allowed & same, lower & same
   s.scores[...] = jnp.where(allowed, queries, 0.0).astype(bf16)
   beta = load(s.beta, (0,), layout=ROWS_BY_COLUMNS.reduce(0))
@@ -346,25 +348,21 @@ def prepare_call(
     del scratch['tokens']
   if not settings.documents:
     del scratch['documents']
-  log2_bits = math.log2(-settings.kda.lower_bound * _LOG2_E)
+  factor, shift = gate.exponent_terms(rate, bias, settings.kda.lower_bound)
   inputs = {
     'q': q,
     'k': k,
     'g': g,
     'beta': beta,
-    'rate': -_LOG2_E * rate,
-    'shift': -_LOG2_E * rate * bias - log2_bits,
+    'rate': factor,
+    'shift': shift,
   }
   if tokens is not None:
     inputs['tokens'] = tokens
   if settings.documents:
     inputs['documents'] = tokens[:, DOCUMENT].reshape(-1, TILES, TILE)
   rows = (batch * heads, num_tokens)
-  varying = jax.typeof(q).manual_axis_type
-
-  def array(shape, dtype):
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
-
+  array = functools.partial(varying.struct_like, q)
   outputs = Prepared(
     *[array((*rows, CHANNELS), jnp.bfloat16)] * 3,
     *[array((*rows, CHUNK), jnp.bfloat16)] * 2,

@@ -8,7 +8,6 @@ of the next chunk; `mosaic_tpu_bwd_order` has the order of all stages.
 """
 
 import functools
-import math
 import types
 
 import jax
@@ -217,8 +216,7 @@ def backward_call(
 
   parts = 1 if settings.exact else 2
   sums = stages.sums_matrix(chunk, parts)
-  log2_e = math.log2(math.e)
-  bits = -settings.kda.lower_bound * log2_e
+  factor, shift = gate.exponent_terms(rate, bias, settings.kda.lower_bound)
   inputs = {
     'q': q,
     'k': k,
@@ -228,8 +226,8 @@ def backward_call(
       beta.astype(f32).reshape(batch, chunks, chunk, blocks, heads),
       (0, 1, 3, 4, 2),
     ),
-    'rate': -log2_e * rate,
-    'shift': -log2_e * rate * bias - math.log2(bits),
+    'rate': factor,
+    'shift': shift,
     'sums': jnp.asarray(sums, settings.operand),
     'states': states,
     'd_o': d_o,
@@ -360,11 +358,7 @@ def backward_call(
       groups=groups,
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(
-        shape,
-        dtype,
-        manual_axis_type=jax.typeof(inputs['q']).manual_axis_type,
-      )
+      varying.struct_like(inputs['q'], shape, dtype)
       for shape, dtype, _ in outputs.values()
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -282,12 +282,11 @@ def kda_decode_mosaic_tpu(
   columns = 3 * (plan.rows + plan.key_rows) + plan.key_rows
   semaphores = pltpu.SemaphoreType.DMA((plan.buffers, plan.requests))
   inputs = [*turned, *turned, *per_token, *per_head]
-  types = jax.typeof(states_SHKV).manual_axis_type
   cells = requests * tokens * value_heads * num_keys * num_values
   o, states_SHKV = pl.pallas_call(
     functools.partial(_decode_kernel, plan=plan, config=config),
     out_shape=[
-      jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=types)
+      varying.struct_like(states_SHKV, x.shape, x.dtype)
       for x in (o, states_SHKV)
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda import (
+  gate,
   kernel_weave,
   mosaic_tpu_conv,
   mosaic_tpu_scores,
@@ -292,10 +293,9 @@ def forward_call(
   beta = beta.astype(f32).reshape(batch, chunks, chunk, blocks, heads)
   inputs = {'q': q, 'k': k, 'v': v, 'g': g}
   inputs['beta'] = jnp.transpose(beta, (0, 1, 3, 4, 2))
-  log2_e = math.log2(math.e)
-  inputs['rate'] = -log2_e * rate
-  lower_bound = settings.kda.lower_bound
-  inputs['shift'] = -log2_e * rate * bias - math.log2(-lower_bound * log2_e)
+  inputs['rate'], inputs['shift'] = gate.exponent_terms(
+    rate, bias, settings.kda.lower_bound
+  )
   inputs['sums'] = jnp.asarray(views.sums_matrix(chunk), settings.operand)
   if settings.packed:
     inputs['tokens'] = mosaic_tpu_tokens.mirror_tokens(tokens, entry)
@@ -390,11 +390,7 @@ def forward_call(
       groups=groups,
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(
-        shape,
-        dtype,
-        manual_axis_type=jax.typeof(inputs['q']).manual_axis_type,
-      )
+      varying.struct_like(inputs['q'], shape, dtype)
       for shape, dtype, _ in outputs.values()
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -10,6 +10,7 @@ from pallas_kernels.kda import (
   checks,
   chunk_layout,
   custom_vjp,
+  flat_arrays,
   mosaic_tpu_bwd,
   mosaic_tpu_bwd_scratch,
   mosaic_tpu_conv,
@@ -202,31 +203,9 @@ def kda_mosaic_tpu(
 
 
 def fill_lanes(arrays: operands.Operands) -> operands.Operands:
-  """Pads channels to whole registers of 128 lanes.
-
-  Heads lie side by side along lanes, and a head that began inside of a register
-  would have to be moved there in every step. Keys, values and states of added
-  channels are 0 and stay so, whatever their decay.
-  """
-
-  def pad(x, axes):
-    if x is None:
-      return None
-    widths = [
-      (0, _whole_lanes(n) - n if axis - x.ndim in axes else 0)
-      for axis, n in enumerate(x.shape)
-    ]
-    return jnp.pad(x, widths) if any(extra for _, extra in widths) else x
-
-  return arrays._replace(
-    q_BTHK=pad(arrays.q_BTHK, (-1,)),
-    k_BTHK=pad(arrays.k_BTHK, (-1,)),
-    v_BTHV=pad(arrays.v_BTHV, (-1,)),
-    g_BTHK=pad(arrays.g_BTHK, (-1,)),
-    dt_bias_HK=pad(arrays.dt_bias_HK, (-1,)),
-    conv=jax.tree.map(lambda taps: pad(taps, (-1,)), arrays.conv),
-    h0_BHKV=pad(arrays.h0_BHKV, (-1, -2)),
-  )
+  """Pads channels to whole registers."""
+  lanes = mosaic_tpu_views.LANES
+  return flat_arrays.pad_channels(arrays, lanes, lanes)
 
 
 def number_tokens(
@@ -263,76 +242,23 @@ def number_tokens(
   )
 
 
-class FlatArrays(NamedTuple):
-  """The arrays of a call with heads and channels in one axis.
-
-  Attributes:
-    q: [B, T, H * K].
-    k: [B, T, H * K].
-    v: [B, T, HV * V].
-    g: [B, T, HV * K].
-    beta: [B, T, HV].
-    rate: float32 [1, HV * K], the gate's multiplier.
-    bias: float32 [1, HV * K].
-  """
-
-  q: jax.Array
-  k: jax.Array
-  v: jax.Array
-  g: jax.Array
-  beta: jax.Array
-  rate: jax.Array
-  bias: jax.Array
-
-
-def flatten(arrays: operands.Operands) -> FlatArrays:
-  """The arrays as the kernels take them."""
-
-  def flat(x):
-    return x.reshape(*x.shape[:2], -1)
-
-  value_heads, num_keys = arrays.g_BTHK.shape[2:]
-  ones = jnp.ones((value_heads, num_keys), jnp.float32)
-  A_log, bias = arrays.A_log_H, arrays.dt_bias_HK
-  rate = ones if A_log is None else ones * jnp.exp(A_log)[:, None]
-  bias = jnp.zeros_like(ones) if bias is None else bias
-  return FlatArrays(
-    flat(arrays.q_BTHK),
-    flat(arrays.k_BTHK),
-    flat(arrays.v_BTHV),
-    flat(arrays.g_BTHK),
-    arrays.beta_BTH,
-    rate.reshape(1, -1),
-    bias.reshape(1, -1),
-  )
-
-
-def flatten_taps(
-  arrays: operands.Operands,
-) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-  """Taps [taps, H * K], [taps, H * K] and [taps, HV * V], or None."""
-  if arrays.conv is None:
-    return None
-  return tuple(taps.reshape(taps.shape[0], -1) for taps in arrays.conv)
-
-
 def _forward(settings, arrays, plan, save_states):
   o, final, states = mosaic_tpu_fwd.forward_call(
     settings,
-    *flatten(arrays),
+    *flat_arrays.flatten(arrays),
     plan.tokens,
     plan.entry,
     arrays.h0_BHKV,
     plan.sequence,
     plan.first,
-    taps=flatten_taps(arrays),
+    taps=flat_arrays.flatten_taps(arrays),
     save_states=save_states,
   )
   return (o.reshape(arrays.v_BTHV.shape), final), states
 
 
 def _backward(settings, arrays, plan, states, d_o, d_final):
-  flat = flatten(arrays)
+  flat = flat_arrays.flatten(arrays)
   settings = fit_backward(
     settings,
     arrays.q_BTHK.shape[2],
@@ -349,7 +275,7 @@ def _backward(settings, arrays, plan, states, d_o, d_final):
     plan.tokens,
     plan.entry,
     plan.sequence,
-    taps=flatten_taps(arrays),
+    taps=flat_arrays.flatten_taps(arrays),
   )
   d_conv = None
   if arrays.conv is not None:

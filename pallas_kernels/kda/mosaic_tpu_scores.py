@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kda import mosaic_tpu_tokens, packed_rows
+from pallas_kernels.kda import mosaic_tpu_tokens, packed_rows, products
 from pallas_kernels.kda.mosaic_tpu_views import (
   DOCUMENT,
   DOCUMENTS,
@@ -35,7 +35,6 @@ from pallas_kernels.kda.mosaic_tpu_views import (
   anchor_moves,
   dot,
   rows_of,
-  split,
   stack_rows,
 )
 
@@ -161,7 +160,7 @@ class _Scorer:
     if rest.start == rest.stop:
       parts = [(whole, x.astype(self.settings.operand))]
     else:
-      parts = zip((whole, rest), split(x))
+      parts = zip((whole, rest), products.split(x))
     for part, kept in parts:
       packed_rows.store(self.stack_ref, part.start + rows.start, kept, lanes)
 
@@ -192,7 +191,7 @@ class _Scorer:
     writes = jnp.concatenate(parts[::-1] if self.head.mirrored else parts, 0)
     everywhere = slice(0, settings.chunk)
     if settings.refines:
-      writes, rest = split(writes)
+      writes, rest = products.split(writes)
       packed_rows.store(
         self.stack_ref,
         self.stack.writes_rest.start,

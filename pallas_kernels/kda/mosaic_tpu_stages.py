@@ -26,6 +26,7 @@ from pallas_kernels.kda import (
   mosaic_tpu_conv,
   mosaic_tpu_tokens,
   packed_rows,
+  products,
   tile_scores,
 )
 from pallas_kernels.kda.mosaic_tpu_views import (
@@ -42,7 +43,6 @@ from pallas_kernels.kda.mosaic_tpu_views import (
   Windows,
   dot,
   rows_of,
-  split,
   stack_rows,
 )
 
@@ -134,7 +134,7 @@ def prepare(head: Head, windows: Windows, slots: Slots, settings):
     rows = rows_of(i)
     bits = _decay_bits(rows, head, windows, settings)
     bits = select(REAL_MASK, rows, bits)
-    terms.append((bits,) if settings.exact else split(bits))
+    terms.append((bits,) if settings.exact else products.split(bits))
     if not settings.taps:
       v = windows.v[0, rows, head.v]
       if settings.packed:
@@ -295,7 +295,10 @@ def advance(head: Head, windows: Windows, slots: Slots, settings):
   new = dot(inverse, errors.astype(operand))
   yield
   yield
-  new, rest = split(new) if settings.splits else (new.astype(operand), None)
+  if settings.splits:
+    new, rest = products.split(new)
+  else:
+    new = new.astype(operand)
   yield
   whole = dot(packed_rows.load(stack_ref), new)
   if settings.refines:

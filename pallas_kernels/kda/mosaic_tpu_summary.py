@@ -161,16 +161,16 @@ def _call(
   num_values = streams['v'].shape[2] // value_heads
   groups = value_heads * num_keys // streams['k'].shape[2]
   block_key_heads = max(heads // groups, 1)
-  f32, log2_e = jnp.float32, math.log2(math.e)
+  f32 = jnp.float32
+  factor, shift = gate.exponent_terms(rate, bias, settings.kda.lower_bound)
 
   beta = beta.astype(f32).reshape(batch, chunks, chunk, blocks, heads)
   inputs = {
     **streams,
     'g': g,
     'beta': jnp.transpose(beta, (0, 1, 3, 4, 2)),
-    'rate': -log2_e * rate,
-    'shift': -log2_e * rate * bias
-    - math.log2(-settings.kda.lower_bound * log2_e),
+    'rate': factor,
+    'shift': shift,
     'sums': jnp.asarray(views.sums_matrix(chunk), settings.operand),
   }
   real = None
@@ -241,11 +241,7 @@ def _call(
       groups=groups,
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(
-        (batch, value_heads, *dims),
-        f32,
-        manual_axis_type=jax.typeof(inputs['k']).manual_axis_type,
-      )
+      varying.struct_like(inputs['k'], (batch, value_heads, *dims), f32)
       for dims in outputs.values()
     ],
     grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -15,10 +15,11 @@ from pallas_kernels.kda import (
   mosaic_tpu_scores,
   mosaic_tpu_tokens,
   packed_rows,
+  products,
 )
 from pallas_kernels.kda import mosaic_tpu_stages as stages
 from pallas_kernels.kda import mosaic_tpu_views as views
-from pallas_kernels.kda.mosaic_tpu_views import Head, Slots, dot, split
+from pallas_kernels.kda.mosaic_tpu_views import Head, Slots, dot
 
 # How often the last stages yield, about.
 _ADVANCE_STEPS, _RETREAT_STEPS = 10, 9
@@ -61,7 +62,7 @@ def advance(head: Head, slots: Slots, settings):
   yield
   rest = None
   if settings.splits:
-    new, rest = split(new)
+    new, rest = products.split(new)
   else:
     new = new.astype(operand)
   if settings.refines:
@@ -102,7 +103,7 @@ def retreat(head: Head, strengths, slots: Slots, settings):
   yield
   state, state_rest = state_ref[...], None
   if settings.refines:
-    state, state_rest = split(state)
+    state, state_rest = products.split(state)
   else:
     state = state.astype(operand)
   # Scores and writes follow each other in the stack.
@@ -128,7 +129,7 @@ def retreat(head: Head, strengths, slots: Slots, settings):
   d_error = solved * -strengths[head.index : head.index + 1]
   rest = None
   if settings.splits:
-    d_error, rest = split(d_error)
+    d_error, rest = products.split(d_error)
   else:
     d_error = d_error.astype(operand)
   read = dot(jnp.concatenate([d_error, d_o], 1), readers_ref[...])

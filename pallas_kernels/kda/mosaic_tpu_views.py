@@ -236,12 +236,6 @@ def dot(lhs: jax.Array, rhs: jax.Array, dims=_ROWS_BY_COLUMNS) -> jax.Array:
   )
 
 
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """x rounded to bfloat16, and the rest of it."""
-  rounded = x.astype(jnp.bfloat16)
-  return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
 def rows_of(tile: int) -> slice:
   """Rows of a tile."""
   return slice(tile * TILE, (tile + 1) * TILE)

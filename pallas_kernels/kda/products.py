@@ -29,6 +29,12 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
   )
 
 
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """x rounded to bfloat16, and the rest of it."""
+  rounded = x.astype(jnp.bfloat16)
+  return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductDtypes:
   """Operand dtypes by the role of a product.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import (
+  flat_arrays,
   mosaic_tpu_bwd,
   mosaic_tpu_decode,
   mosaic_tpu_fwd,
@@ -105,8 +106,9 @@ def _forward(_: str) -> ScheduledKernel:
 
   def run(arrays):
     settings = _choose_settings(arrays)
-    flat = mosaic_tpu_op.flatten(arrays)
-    return mosaic_tpu_fwd.forward_call(settings, *flat)
+    flat = flat_arrays.flatten(arrays)
+    taps = flat_arrays.flatten_taps(arrays)
+    return mosaic_tpu_fwd.forward_call(settings, *flat, taps=taps)
 
   return ScheduledKernel(
     name='fwd',
@@ -129,16 +131,9 @@ def _with_taps(arrays: operands.Operands) -> operands.Operands:
 def _forward_conv(topology: str) -> ScheduledKernel:
   """The forward that convolves q, k and v."""
   plain = _forward(topology)
-
-  def run(arrays):
-    settings = _choose_settings(arrays)
-    flat = mosaic_tpu_op.flatten(arrays)
-    taps = mosaic_tpu_op.flatten_taps(arrays)
-    return mosaic_tpu_fwd.forward_call(settings, *flat, taps=taps)
-
   (arrays,) = plain.arguments
   return dataclasses.replace(
-    plain, name='fwd_conv', function=run, arguments=(_with_taps(arrays),)
+    plain, name='fwd_conv', arguments=(_with_taps(arrays),)
   )
 
 
@@ -149,9 +144,11 @@ def _backward(_: str) -> ScheduledKernel:
 
   def run(arrays, states, d_o, d_final):
     settings = _choose_settings(arrays)
-    flat = mosaic_tpu_op.flatten(arrays)
+    flat = flat_arrays.flatten(arrays)
+    taps = flat_arrays.flatten_taps(arrays)
+    d_o = d_o.reshape(flat.v.shape)
     return mosaic_tpu_bwd.backward_call(
-      settings, *flat, states, d_o.reshape(flat.v.shape), d_final
+      settings, *flat, states, d_o, d_final, taps=taps
     )
 
   return ScheduledKernel(
@@ -174,21 +171,10 @@ def _backward(_: str) -> ScheduledKernel:
 def _backward_conv(topology: str) -> ScheduledKernel:
   """The backward of the forward that convolves."""
   plain = _backward(topology)
-
-  def run(arrays, states, d_o, d_final):
-    settings = _choose_settings(arrays)
-    flat = mosaic_tpu_op.flatten(arrays)
-    d_o = d_o.reshape(flat.v.shape)
-    taps = mosaic_tpu_op.flatten_taps(arrays)
-    return mosaic_tpu_bwd.backward_call(
-      settings, *flat, states, d_o, d_final, taps=taps
-    )
-
   arrays, *others = plain.arguments
   return dataclasses.replace(
     plain,
     name='bwd_conv',
-    function=run,
     arguments=(_with_taps(arrays), *others),
     # And a tile of the inputs of q, k and v before each chunk.
     hbm_bytes=plain.hbm_bytes + 3 * 2 * _HEAD_DIM * 16 / _CHUNK,
@@ -201,7 +187,7 @@ def _summary(_: str) -> ScheduledKernel:
 
   def run(arrays):
     settings = _choose_settings(arrays)
-    _, *flat = mosaic_tpu_op.flatten(arrays)
+    _, *flat = flat_arrays.flatten(arrays)
     return mosaic_tpu_summary.summary_call(settings, *flat)
 
   return ScheduledKernel(
@@ -223,7 +209,7 @@ def _summary_reverse(_: str) -> ScheduledKernel:
   def run(arrays):
     settings = _choose_settings(arrays)
     # The gradients of the outputs come in the place of the values.
-    flat = mosaic_tpu_op.flatten(arrays)
+    flat = flat_arrays.flatten(arrays)
     return mosaic_tpu_summary.summary_reverse_call(settings, *flat)
 
   return ScheduledKernel(

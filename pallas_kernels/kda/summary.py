@@ -13,6 +13,7 @@ from pallas_kernels.kda import (
   checks,
   chunk_layout,
   chunked_op,
+  flat_arrays,
   mosaic_tpu_op,
   mosaic_tpu_summary,
   operands,
@@ -272,7 +273,7 @@ def _lay_out_mosaic_tpu(arrays, packing, config):
   plan = mosaic_tpu_op.number_tokens(layout.plan, settings, chunks)
   axes = varying.varying_axes((layout.arrays, plan))
   arrays, plan = varying.vary_over((layout.arrays, plan), axes)
-  flat = mosaic_tpu_op.flatten(mosaic_tpu_op.fill_lanes(arrays))
+  flat = flat_arrays.flatten(mosaic_tpu_op.fill_lanes(arrays))
   return settings, flat, plan
 
 

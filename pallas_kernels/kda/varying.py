@@ -26,6 +26,13 @@ def vary_over(tree: Any, axes: frozenset) -> Any:
   return jax.tree.map(cast, tree)
 
 
+def struct_like(x: jax.Array, shape: tuple[int, ...], dtype):
+  """Shape and dtype of a kernel's result that varies as an array does."""
+  return jax.ShapeDtypeStruct(
+    shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+  )
+
+
 def zero_state(g_BTHK: jax.Array, num_values: int) -> jax.Array:
   """float32 zeros [B, HV, K, V], varying and sharded as the gates are."""
   zeros = jnp.zeros_like(g_BTHK[:, 0, :, :, None], jnp.float32)
